@@ -176,10 +176,26 @@ class Compiler:
         name = "k" + hashlib.sha256(key.encode()).hexdigest()[:24]
         with self._lock:
             if name not in self._functions:
-                address = self._address(name, lambda name: str(module_of(source, loops, name)))
+                address = self._address(name, lambda: self._machine_code(str(module_of(source, loops, name))))
                 self._functions[name] = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
         units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
         return HostKernel(self._functions[name], units, elements)
+
+    def name_of(self, kind: str, *key: str) -> str:
+        """The name of a function by what makes it: ``key``, this processor, LLVM and this compiler."""
+        return kind + hashlib.sha256("\0".join((*key, self._version)).encode()).hexdigest()[:24]
+
+    def object_address(self, name: str, make: Callable[[], bytes]) -> int:
+        """The address of the function ``name`` in an object file from the cache, or else from ``make``.
+
+        Args:
+            name: of :meth:`name_of`.
+            make: the object file.
+        """
+        with self._lock:
+            if name not in self._addresses:
+                self._addresses[name] = self._address(name, make)
+            return self._addresses[name]
 
     def address_of(self, key: str, module: Callable[[str], str]) -> int:
         """The address of a function of machine code, from the cache where that holds it.
@@ -191,14 +207,14 @@ class Compiler:
         name = "c" + hashlib.sha256(f"{key}{module('f')}{self._version}".encode()).hexdigest()[:24]
         with self._lock:
             if name not in self._addresses:
-                self._addresses[name] = self._address(name, module)
+                self._addresses[name] = self._address(name, lambda: self._machine_code(module(name)))
             return self._addresses[name]
 
-    def _address(self, name: str, module: Callable[[str], str]) -> int:
+    def _address(self, name: str, make: Callable[[], bytes]) -> int:
         path = cache_folder() / "host" / f"{name}.o"
         code = _read(path)
         if code is None:
-            code = self._machine_code(module(name))
+            code = make()
             _write(path, code)
         return self._loaded(code, name)
 

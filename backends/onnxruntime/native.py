@@ -1,7 +1,8 @@
 """Native calls: compiled functions over fixed arguments, bound once and run by a team of threads without Python.
 
-A function that Numba compiled takes its arguments flattened into machine words. An adapter, one for each signature, reads them
-from memory and makes ``f(words, start, stop)`` of it, the form of kernels that :mod:`graphc.backends.host` compiles.
+A function that Numba compiled takes its arguments flattened into machine words. An adapter reads them from memory and makes
+``f(words, start, stop)`` of it, the form of kernels that :mod:`graphc.backends.host` compiles. The machine code of both is kept
+for later starts (:mod:`graphc.backends.onnxruntime.machine_code`).
 """
 
 from __future__ import annotations
@@ -9,16 +10,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
-from numba import types
 
 from graphc.backends.host.compiler import compiler
+from graphc.backends.onnxruntime import machine_code
+from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.errors import InternalError
 
 TEAM = """
@@ -110,78 +110,51 @@ def bind_code(address: int, words: int, *held: Any) -> Bound:
     return Bound(address, words, np.zeros(1, dtype=np.int64), held)
 
 
-_COMPILING = threading.RLock()
+_CODES = {"p": "q", "i": "q", "f": "f4x", "d": "d"}
 
 
 def bind_numba(function: Any, arguments: Sequence[Any]) -> Bound | None:
     """Bind the first arguments of a function that Numba compiles; None: an argument's type has no words here."""
     arguments = [int(a) if isinstance(a, (bool, np.bool_)) else a for a in arguments]
-    kinds = tuple(numba.typeof(a) for a in arguments)  # type: ignore[no-untyped-call]
-    if not all(_has_words(kind) for kind in kinds):
+    kinds = [_kind(a) for a in arguments]
+    if None in kinds:
+        if isinstance(function, NumbaFunction):
+            raise InternalError(f"the kernel {function.py_func.__qualname__} takes an argument of a type without machine words")
         return None
-    with _COMPILING:
-        function.compile((*kinds, types.int64, types.int64))
-        compiled = function.overloads[*kinds, types.int64, types.int64]
-        if compiled.fndesc.restype != types.none:
-            return None
-        address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    flat = [word for a in arguments for word in _words(a)]
+    letters = "".join(letter for letter, _ in flat)
+    code, inner, held = machine_code.of(function, arguments, " ".join(map(str, kinds)), letters)
     failed = np.zeros(1, dtype=np.int64)
-    flat = [word for kind, a in zip(kinds, arguments, strict=True) for word in _words(kind, a)]
-    text = "".join(letter for letter, _ in flat)
-    data = struct.pack(f"=qq{''.join(_CODES[letter] for letter in text)}", address, failed.ctypes.data, *(v for _, v in flat))
+    data = struct.pack(f"=qq{''.join(_CODES[letter] for letter in letters)}", inner, failed.ctypes.data, *(v for _, v in flat))
     memory = ctypes.create_string_buffer(data, len(data))
-    return Bound(_adapter(text), ctypes.addressof(memory), failed, (memory, *arguments, compiled))
+    return Bound(code, ctypes.addressof(memory), failed, (memory, *arguments, held))
 
 
-_CODES = {"p": "q", "i": "q", "f": "f4x", "d": "d"}
-_LETTERS = {types.float32: "f", types.float64: "d", types.int64: "i", types.intp: "i"}
+def _letter(value: Any) -> str | None:
+    """The kind of word that holds a number: f and d are floats of 32 and 64 bits, i an integer."""
+    if isinstance(value, np.float32):
+        return "f"
+    if isinstance(value, float):
+        return "d"
+    return "i" if isinstance(value, (int, np.int64)) else None
 
 
-def _has_words(kind: types.Type) -> bool:
-    return kind in _LETTERS or isinstance(kind, types.Array) or (isinstance(kind, types.UniTuple) and kind.dtype in _LETTERS)
+def _kind(value: Any) -> str | None:
+    """What tells apart arguments for which Numba makes different code; None: words do not hold it."""
+    if isinstance(value, np.ndarray):
+        flags = value.flags
+        layout = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
+        return f"{value.dtype.str}{value.ndim}{layout}{int(flags.writeable)}{int(flags.aligned)}"
+    if isinstance(value, tuple):
+        letters = {_letter(v) for v in value}
+        return f"{len(value)}{letter}" if len(letters) == 1 and (letter := letters.pop()) else None
+    return _letter(value)
 
 
-def _words(kind: types.Type, value: Any) -> list[tuple[str, Any]]:
-    """An argument as Numba passes it: (type letter, value) of every word."""
-    if isinstance(kind, types.Array):
+def _words(value: Any) -> list[tuple[str, Any]]:
+    """An argument as Numba passes it: (letter, value) of every word; p is an address."""
+    if isinstance(value, np.ndarray):
         numbers = [("i", n) for n in (value.size, value.itemsize)]
         sides = [("i", n) for n in (*value.shape, *value.strides)]
         return [("p", 0), ("p", 0), *numbers, ("p", value.ctypes.data), *sides]  # owned by nobody whom it would count
-    if isinstance(kind, types.UniTuple):
-        return [(_LETTERS[kind.dtype], v) for v in value]
-    return [(_LETTERS[kind], value)]
-
-
-_TYPES = {"p": "ptr", "i": "i64", "f": "float", "d": "double"}
-
-
-@functools.cache
-def _adapter(text: str) -> int:
-    """The address of ``f(words, start, stop)`` for a signature, a letter for each word."""
-    loads, given = [], []
-    for k, letter in enumerate(f"pp{text}"):
-        kind = _TYPES[letter]
-        loads.append(f"  %place{k} = getelementptr i64, ptr %words, i64 {k}")
-        loads.append(f"  %word{k} = load {kind}, ptr %place{k}")
-        given.append(f"{kind} %word{k}")
-    arguments = ", ".join(["ptr %result", "ptr %error", *given[2:], "i64 %start", "i64 %stop"])
-
-    def module(name: str) -> str:
-        lines = [
-            f"define void @{name}(ptr %words, i64 %start, i64 %stop) {{",
-            "  %result = alloca ptr",
-            "  %error = alloca ptr",
-            *loads,
-            f"  %status = call i32 %word0({arguments})",
-            "  %fine = icmp eq i32 %status, 0",
-            "  br i1 %fine, label %end, label %failure",
-            "failure:",
-            "  store i64 1, ptr %word1",
-            "  br label %end",
-            "end:",
-            "  ret void",
-            "}",
-        ]
-        return "\n".join(lines)
-
-    return compiler().address_of(f"adapter {text}", module)
+    return [(_letter(v) or "", v) for v in (value if isinstance(value, tuple) else (value,))]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.kernels.onednn import library
 from graphc.backends.onnxruntime.native import Bound, bind_code, bind_numba, team_runner
 from graphc.device import Run
@@ -137,7 +138,7 @@ def _bound(function: Callable[..., None], arguments: tuple[Any, ...]) -> Bound |
     """The machine code of a function with its arguments; None: it is not compiled."""
     if isinstance(function, ctypes._CFuncPtr):  # type: ignore[attr-defined]
         return bind_code(ctypes.cast(function, ctypes.c_void_p).value or 0, *arguments)
-    if hasattr(function, "overloads"):
+    if isinstance(function, NumbaFunction) or hasattr(function, "overloads"):
         return bind_numba(function, arguments)
     return None
 

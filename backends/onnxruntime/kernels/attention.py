@@ -16,9 +16,9 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
+from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
-from graphc.backends.onnxruntime.kernels.products import product
+from graphc.backends.onnxruntime.kernels.products import open_blas, product
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.attention import HEADS, operand_axes, packed, written
@@ -58,6 +58,10 @@ class _Heads:
     numbers: Array
     causal: bool
     probabilities: bool
+
+    def rows(self, saved: Array) -> Array:
+        """What the op saves, by query: its probabilities, or its log-sum-exp alone."""
+        return saved.reshape(-1, int(self.shape[4]) if self.probabilities else 1)
 
     @property
     def masks(self) -> tuple[Any, ...]:
@@ -108,14 +112,14 @@ def _rows(queries: int, keys: int, causal: bool) -> int:
 @kernel("onnxruntime", "graphc::ScaledDotProductAttention", when=_fits)
 def scaled_dot_product_attention(k: Binding) -> Run:
     """y = p·v, p = softmax(scale·q·kᵀ + mask)"""
-    single_threaded_blas()
+    open_blas()
     q, key, value = given(k.inputs, 3)
     y, saved = given(k.outputs, 2)
     heads = _heads(k, q, key, value, optional(k.inputs, 3), [(y, operand_axes(k.attributes["layout"])[3])])
     batch, count, _, queries, keys = (int(n) for n in heads.shape[:5])
     parts, rows = min(k.pool.threads, batch * count), _rows(queries, keys, heads.causal)
     scratch = np.empty((parts, rows, keys), dtype=np.float32)
-    arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
+    arguments = (*heads.flat, heads.rows(saved), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
     pool = k.pool
     return pool.bind(_forward, arguments, parts)
 
@@ -135,7 +139,7 @@ def _forward(q, k, v, y, saved, bias, seen, causal, probabilities, table, shape,
                 last = min(first + block, queries)
                 count, limit = last - first, min(keys, last) if causal else keys
                 if probabilities:
-                    tile = saved[(item * queries + first) * keys : (item * queries + last) * keys].reshape(count, keys)
+                    tile = saved[item * queries + first : item * queries + last]
                 else:
                     tile = scratch[part]
                 row_q, row_y = at_q + 4 * first * table[0, 3], at_y + 4 * first * table[3, 3]
@@ -151,7 +155,7 @@ def _forward(q, k, v, y, saved, bias, seen, causal, probabilities, table, shape,
                     if own < keys:
                         row[own:] = np.float32(0.0)
                     if not probabilities:
-                        saved[item * queries + first + r] = top + np.float32(math.log(total))
+                        saved[item * queries + first + r, 0] = top + np.float32(math.log(total))
                 product(
                     False, False, count, width, limit, one, tile.ctypes.data, keys, at_v, table[2, 3], zero, row_y, table[3, 3]
                 )
@@ -200,7 +204,7 @@ def _softmax(row, own):
 @kernel("onnxruntime", "graphc::ScaledDotProductAttentionGrad", when=_fits)
 def scaled_dot_product_attention_grad(k: Binding) -> Run:
     """∂v = pᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dy·y), dp = dy·vᵀ"""
-    single_threaded_blas()
+    open_blas()
     dy, q, key, value = given(k.inputs, 4)
     y, saved = given(k.inputs[5:], 2)
     axes = operand_axes(k.attributes["layout"])
@@ -212,7 +216,7 @@ def scaled_dot_product_attention_grad(k: Binding) -> Run:
     batch, _, key_heads, queries, keys = (int(n) for n in heads.shape[:5])
     parts, rows = min(k.pool.threads, batch * key_heads), _rows(queries, keys, heads.causal)
     scratch = np.empty((parts, 2, rows, keys), dtype=np.float32)
-    arguments = (*heads.flat, saved.reshape(-1), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
+    arguments = (*heads.flat, heads.rows(saved), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
     pool = k.pool
     return pool.bind(_backward, arguments, parts)
 
@@ -245,7 +249,7 @@ def _backward(
                     row_dy = _at(dy, table[4], b, h) + 4 * first * table[4, 3]
                     row_dq = _at(dq, table[5], b, h) + 4 * first * table[5, 3]
                     if probabilities:
-                        tile = saved[begin * keys : (begin + count) * keys].reshape(count, keys)
+                        tile = saved[begin : begin + count]
                     else:
                         tile = scratch[part, 1]
                         at_tile = tile.ctypes.data
@@ -257,7 +261,7 @@ def _backward(
                             own = min(limit, first + r + 1) if causal else limit
                             if table[8, 0] >= 0:
                                 _mask(row[:own], bias, seen, table[8], b, h, first + r)
-                            _again(row, own, saved[begin + r])
+                            _again(row, own, saved[begin + r, 0])
                     at_tile = tile.ctypes.data
                     product(False, True, count, limit, width, one, row_dy, table[4, 3], at_v, table[2, 3], zero, at_ds, keys)
                     product(

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels import depthwise, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
-from graphc.backends.onnxruntime.kernels.jit import jit, single_threaded_blas
+from graphc.backends.onnxruntime.kernels.jit import jit_with_runtime, single_threaded_blas
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
 from graphc.device import Array, Run, in_order
 from graphc.ir.ops.convolution import Window
@@ -140,7 +140,7 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
     return in_order([k.pool.bind(_accumulate, arguments, parts), k.pool.bind(_add_parts, (flat_sums, flat), flat.size, 16384)])
 
 
-@jit
+@jit_with_runtime
 def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):
     """Each part sums the gradient over its own samples."""
     parts = sums.shape[0]
@@ -156,7 +156,7 @@ def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):
                         sums[part, g, m, j] += products[part, m, j]
 
 
-@jit
+@jit_with_runtime
 def _unfold(x, out, geometry, patches):
     """patches[c, tap, position] = x[c] under that tap of the window at that position, 0 in the padding."""
     taps_h, taps_w, stride_h, stride_w, dilation_h, dilation_w, begin_h, begin_w = geometry
@@ -186,7 +186,7 @@ def _unfold(x, out, geometry, patches):
                 row += 1
 
 
-@jit
+@jit_with_runtime
 def _add_parts(parts, total, start, stop):
     target = total[start:stop]
     target[:] = parts[0, start:stop]

@@ -32,69 +32,73 @@ def weight_gradient(pool: Pool, x: Array, dw: Array, dy: Array, window: Window) 
     none = [0] * len(lift)
     geometry = np.array([*lift, *window.strides, *lift, *window.dilations, *none, *window.begin], dtype=np.int64)
     images, slopes = x.reshape(*x.shape[:2], *lift, *x.shape[2:]), dy.reshape(*dy.shape[:2], *lift, *dy.shape[2:])
-    arguments = (images, slopes, dw.reshape(dw.shape[0], *lift, *dw.shape[2:]), geometry)
+    weights = dw.reshape(dw.shape[0], *lift, *dw.shape[2:])
     channels, grain = dw.shape[0], max(1, 65536 // max(1, dy.size // dw.shape[0] * int(np.prod(window.kernel))))
-    return pool.bind(_weight_gradient, arguments, channels, grain)
+    parts = max(1, min(pool.threads, channels // grain))
+    stride_h, stride_w, dilation_h, dilation_w = (int(n) for n in geometry[:4])
+    (rows, columns), (taps_h, taps_w) = slopes.shape[2:], weights.shape[1:]
+    blocks = -(-columns // LANES)
+    # Padded copies of one image; the padding stays zero. Columns lie by their remainder modulo the stride, so that a tap reads
+    # consecutive ones.
+    each = blocks * LANES + (taps_w - 1) * dilation_w // stride_w
+    image = np.zeros((parts, (rows - 1) * stride_h + (taps_h - 1) * dilation_h + 1, stride_w, each), dtype=np.float32)
+    slope = np.zeros((parts, rows, blocks * LANES), dtype=np.float32)
+    sums = np.zeros((parts, taps_h, taps_w, LANES), dtype=np.float32)
+    columns_of_taps = np.arange(taps_w) * dilation_w
+    offsets = 4 * (columns_of_taps % stride_w * each + columns_of_taps // stride_w)
+    return pool.bind(_weight_gradient, (images, slopes, weights, geometry, image, slope, sums, offsets), parts)
 
 
 @jit
-def _weight_gradient(x, dy, dw, geometry, start, stop):
-    stride_h, stride_w, dilation_h, dilation_w, begin_h, begin_w = geometry
+def _weight_gradient(x, dy, dw, geometry, images, slopes, all_sums, offsets, start, stop):
+    stride_h, stride_w, dilation_h, _, begin_h, begin_w = geometry
     samples, height, width = x.shape[0], x.shape[2], x.shape[3]
     rows, columns = dy.shape[2], dy.shape[3]
     taps_h, taps_w = dw.shape[1], dw.shape[2]
-    outs = dw.shape[0] // x.shape[1]  # output channels of an input channel
-    blocks = -(-columns // LANES)
-    each = blocks * LANES + (taps_w - 1) * dilation_w // stride_w
-    tall = (rows - 1) * stride_h + (taps_h - 1) * dilation_h + 1
-    # Padded copies of one image. Columns lie by their remainder modulo the stride, so that a tap reads consecutive ones.
-    image = np.zeros((tall, stride_w, each), dtype=np.float32)
-    slope = np.zeros((rows, blocks * LANES), dtype=np.float32)
-    sums = np.zeros((taps_h, taps_w, LANES), dtype=np.float32)
-    offsets = np.zeros(taps_w, dtype=np.int64)
-    for j in range(taps_w):
-        column = j * dilation_w
-        offsets[j] = 4 * (column % stride_w * each + column // stride_w)
-    line = 4 * stride_w * each
-    of_image, of_slope, of_sums, of_offsets = image.ctypes.data, slope.ctypes.data, sums.ctypes.data, offsets.ctypes.data
-    for c in range(start, stop):
-        sums[:] = 0.0
-        for n in range(samples):
-            for r in range(rows):
-                for q in range(columns):
-                    slope[r, q] = dy[n, c, r, q]
-            for h in range(max(0, begin_h), min(tall, height + begin_h)):
-                source = x[n, c // outs, h - begin_h]
-                for phase in range(stride_w):
-                    first = max(0, -((phase - begin_w) // stride_w))
-                    last = min(each, (width - 1 + begin_w - phase) // stride_w + 1)
-                    target, shift = image[h, phase], phase - begin_w
-                    if stride_w == 1:
-                        for e in range(first, last):
-                            target[e] = source[e + shift]
-                    else:
-                        for e in range(first, last):
-                            target[e] = source[e * stride_w + shift]
+    channels, parts, outs = dw.shape[0], images.shape[0], dw.shape[0] // x.shape[1]  # outs: of an input channel
+    tall, each, blocks = images.shape[1], images.shape[3], slopes.shape[2] // LANES
+    line, of_offsets = 4 * stride_w * each, offsets.ctypes.data
+    for part in range(start, stop):
+        image, slope, sums = images[part], slopes[part], all_sums[part]
+        of_image, of_slope, of_sums = image.ctypes.data, slope.ctypes.data, sums.ctypes.data
+        for c in range(channels * part // parts, channels * (part + 1) // parts):
+            sums[:] = 0.0
+            for n in range(samples):
+                for r in range(rows):
+                    for q in range(columns):
+                        slope[r, q] = dy[n, c, r, q]
+                for h in range(max(0, begin_h), min(tall, height + begin_h)):
+                    source = x[n, c // outs, h - begin_h]
+                    for phase in range(stride_w):
+                        first = max(0, -((phase - begin_w) // stride_w))
+                        last = min(each, (width - 1 + begin_w - phase) // stride_w + 1)
+                        target, shift = image[h, phase], phase - begin_w
+                        if stride_w == 1:
+                            for e in range(first, last):
+                                target[e] = source[e + shift]
+                        else:
+                            for e in range(first, last):
+                                target[e] = source[e * stride_w + shift]
+                for i in range(taps_h):
+                    at, row, j = of_image + i * dilation_h * line, of_sums + i * taps_w * LANES * 4, 0
+                    step = stride_h * line
+                    while j < taps_w:
+                        o, s = of_offsets + 8 * j, row + j * LANES * 4
+                        if taps_w - j >= 7:
+                            taps7(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            j += 7
+                        elif taps_w - j >= 5:
+                            taps5(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            j += 5
+                        elif taps_w - j >= 3:
+                            taps3(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            j += 3
+                        else:
+                            taps1(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            j += 1
             for i in range(taps_h):
-                at, row, j = of_image + i * dilation_h * line, of_sums + i * taps_w * LANES * 4, 0
-                step = stride_h * line
-                while j < taps_w:
-                    o, s = of_offsets + 8 * j, row + j * LANES * 4
-                    if taps_w - j >= 7:
-                        taps7(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
-                        j += 7
-                    elif taps_w - j >= 5:
-                        taps5(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
-                        j += 5
-                    elif taps_w - j >= 3:
-                        taps3(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
-                        j += 3
-                    else:
-                        taps1(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
-                        j += 1
-        for i in range(taps_h):
-            for j in range(taps_w):
-                total = np.float32(0.0)
-                for v in range(LANES):
-                    total += sums[i, j, v]
-                dw[c, i, j] = total
+                for j in range(taps_w):
+                    total = np.float32(0.0)
+                    for v in range(LANES):
+                        total += sums[i, j, v]
+                    dw[c, i, j] = total

@@ -1,18 +1,21 @@
-"""Compiles native kernels with Numba: without the GIL, cached on disk, keeping NaN and infinity.
+"""Kernels that Numba compiles: without the GIL, keeping NaN and infinity.
 
 ``fastmath`` may reorder sums, fuse multiply-add and turn division by a constant into a product; it may not assume that
 values are finite, since a diverging run must be detected.
+
+Numba takes half a second to import and more to compile, so it is imported when a kernel is needed whose machine code no
+earlier start has left (:mod:`graphc.backends.onnxruntime.machine_code`).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numba
 import threadpoolctl
 
 from graphc.cache_folder import cache_folder
@@ -22,36 +25,86 @@ F = TypeVar("F", bound="Callable[..., Any]")
 _FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
 
 
+@functools.cache
 def sources_digest(folder: Path) -> str:
-    """A digest of all Python sources below a folder.
+    """A digest of all Python sources below a folder, as this process first found them.
 
-    Numba compares the file of a cached kernel alone. The machine code holds functions of other files too, and would outlive a
-    change of theirs.
+    The machine code of a kernel holds functions of other files too, and must not outlive a change of theirs.
     """
     files = sorted(folder.rglob("*.py"))
     return hashlib.sha256(b"\0".join(str(f.relative_to(folder)).encode() + f.read_bytes() for f in files)).hexdigest()[:16]
 
 
-if not os.environ.get("NUMBA_CACHE_DIR"):
-    # Numba's own choice, a folder beside this file or among the temporary ones, may belong to somebody else.
-    numba.config.CACHE_DIR = str(cache_folder() / "numba" / sources_digest(Path(__file__).parents[1]))  # type: ignore[attr-defined]
+@functools.cache
+def numba_package() -> Any:
+    """Numba, imported on first use."""
+    import numba  # late: see the module's docstring
+
+    if not os.environ.get("NUMBA_CACHE_DIR"):
+        # Numba's own choice, a folder beside this file or among the temporary ones, may belong to somebody else.
+        numba.config.CACHE_DIR = str(cache_folder() / "numba" / sources_digest(Path(__file__).parents[1]))  # type: ignore[attr-defined]
+    return numba
+
+
+class NumbaFunction:
+    """A function that Numba compiles when machine code of it is wanted. Other such functions may call it; Python cannot.
+
+    Args:
+        function: in the subset of Python that Numba compiles.
+        options: of ``numba.njit``.
+
+    Attributes:
+        py_func, targetoptions: function and options, under the names by which Numba looks for a callee to inline.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        self.__doc__ = function.__doc__
+        self.py_func, self.targetoptions = function, options
+
+    @functools.cached_property
+    def dispatcher(self) -> Any:
+        """Numba's own object for the function."""
+        return numba_package().njit(self.py_func, **self.targetoptions)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """The type by which Numba knows a callee."""
+        return numba_package().types.Dispatcher(self.dispatcher)
+
+
+def _decorated(function: F, **options: Any) -> F:
+    # callers bind it with the parameters of the function
+    return NumbaFunction(function, nogil=True, boundscheck=False, error_model="numpy", **options)  # type: ignore[return-value]
 
 
 def jit(function: F) -> F:
-    """Compile on first call for the argument types of that call."""
-    return numba.njit(function, nogil=True, cache=True, fastmath=_FASTMATH, boundscheck=False, error_model="numpy")  # type: ignore[no-any-return]
+    """Compile on first use for the types of the arguments that are bound. The function allocates no arrays."""
+    return _decorated(function, fastmath=_FASTMATH, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def exact(function: F) -> F:
     """Compile as :func:`jit` does, but round every operation as written."""
     # a function without a fastmath of its own takes that of its caller
-    return numba.njit(function, nogil=True, cache=True, fastmath=False, boundscheck=False, error_model="numpy")  # type: ignore[no-any-return]
+    return _decorated(function, fastmath=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+def jit_with_runtime(function: F) -> F:
+    """Compile as :func:`jit` does a function that allocates or calls NumPy's products: it needs Numba in every start."""
+    return _decorated(function, fastmath=_FASTMATH, cache=True)
+
+
+def exact_with_runtime(function: F) -> F:
+    """Compile as :func:`jit_with_runtime` does, but round every operation as written."""
+    return _decorated(function, fastmath=False, cache=True)
+
+
+def inlined(function: F) -> F:
+    """Make a function that is put into its callers before they are compiled."""
+    return _decorated(function, inline="always")
 
 
 def single_threaded_blas() -> None:
-    """Limit the BLAS behind ``np.dot`` in compiled code (SciPy's) to one thread: the pool's threads call it in parallel."""
-    import scipy.linalg.cython_blas  # noqa: F401 - loads the library that is limited below
-
+    """Limit SciPy's BLAS to one thread: the pool's threads call it in parallel."""
     for controller in threadpoolctl.ThreadpoolController().lib_controllers:
         if controller.user_api == "blas" and "scipy" in controller.filepath.replace(os.sep, "/"):
             controller.set_num_threads(1)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.jit import inlined, jit
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)  # few bits, so that n · _LN2_HIGH is exact
 _LN2_LOW = np.float32(-2.12194440e-4)
 
 
-@numba.njit(inline="always", error_model="numpy")
+@inlined
 def exp(x):
     """eˣ of a float32 to about one unit in the last place; 0 below -87.3 and e⁸⁸ above 88; NaN stays NaN.
 

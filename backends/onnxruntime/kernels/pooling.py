@@ -64,7 +64,9 @@ def max_pool_grad(k: Binding) -> Run:
     planes = x.shape[0] * x.shape[1]
     parts = max(1, min(k.pool.threads, planes, y.size // 1024))
     found = np.zeros((parts, y.shape[-1]), dtype=np.int32)
-    arguments = (_planes(dy), _planes(x), _planes(y), *begin, found, _planes(dx))
+    images, slopes = _planes(x), _planes(dx)
+    flat = images.reshape(planes, -1), slopes.reshape(planes, -1)
+    arguments = (_planes(dy), images, *flat, _planes(y), *begin, found)
     pool, loop = k.pool, _max_pool_grad(taps, strides, dilations)
     return pool.bind(loop, arguments, parts)
 
@@ -100,7 +102,7 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
     dilation_h, dilation_w = dilations
 
     @exact
-    def max_pool_grad(dy, x, y, begin_h, begin_w, found, dx, start, stop):
+    def max_pool_grad(dy, x, flat_x, flat_dx, y, begin_h, begin_w, found, start, stop):
         parts, planes, height, width = found.shape[0], x.shape[0], x.shape[1], x.shape[2]
         first = np.uint64(min(y.shape[2], -(-begin_w // stride_w)))  # from this window on, no tap lies before x
         after = (width - 1 - (taps_w - 1) * dilation_w + begin_w) // stride_w + 1  # before this window, no tap lies after x
@@ -108,7 +110,7 @@ def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., 
         for part in range(start, stop):
             at = found[part]
             for plane in range(planes * part // parts, planes * (part + 1) // parts):
-                source, target = x[plane].reshape(-1), dx[plane].reshape(-1)
+                source, target = flat_x[plane], flat_dx[plane]
                 target[:] = 0.0
                 for r in range(y.shape[1]):
                     wanted, slopes, row = y[plane, r], dy[plane, r], r * stride_h - begin_h

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import zlib
 
-import numba
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
-from graphc.backends.onnxruntime.kernels.jit import exact
+from graphc.backends.onnxruntime.kernels.jit import exact, inlined
 from graphc.device import Array, Run
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
@@ -39,7 +38,7 @@ def dropout_mask(k: Binding) -> Run:
     return run
 
 
-@numba.njit(inline="always")
+@inlined
 def _philox(index, step_low, step_high, key, tag):
     """The four words of a block of elements: Philox4x32-10 in 64-bit lanes, which compiles to vector instructions."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)

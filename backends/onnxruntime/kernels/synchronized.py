@@ -51,11 +51,11 @@ def _is_single(node: ir.Node) -> bool:
 def batch_statistics(k: Binding) -> Run:
     (count, total, squares), (mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 3)
     arguments = (count.reshape(1), total, squares, float(k.attributes["epsilon"]), mean, var, inv_std)
-    return lambda: _statistics(*arguments)
+    return k.pool.bind(_statistics, arguments, 1)
 
 
 @jit
-def _statistics(count, total, squares, epsilon, mean, var, inv_std):
+def _statistics(count, total, squares, epsilon, mean, var, inv_std, start, stop):
     elements = max(count[0], 1.0)
     for c in range(total.size):
         centre = total[c] / elements

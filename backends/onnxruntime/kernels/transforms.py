@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.jit import exact, jit
+from graphc.backends.onnxruntime.kernels.jit import exact, exact_with_runtime, jit
 from graphc.device import ALIGNMENT, Array, Run, in_order
 from graphc.ir.declare import OPS
 from graphc.ir.ops.transforms import DEPENDENT
@@ -142,17 +142,18 @@ _POWERS[31] = np.inf
 def orthogonalize(k: Binding) -> Run:
     (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
     columns = np.zeros(x.shape[::-1])
+    loop = k.pool.bind(_orthogonalize, (columns, DEPENDENT), 1)
 
     def run() -> None:
         np.copyto(columns, x.T)
-        _orthogonalize(columns, DEPENDENT)
+        loop()
         np.copyto(y, columns.T, casting="unsafe")
 
     return run
 
 
-@exact
-def _orthogonalize(rows, dependent):
+@exact_with_runtime
+def _orthogonalize(rows, dependent, start, stop):
     for k in range(rows.shape[0]):
         before = np.sum(rows[k] * rows[k])
         for j in range(k):
@@ -169,11 +170,11 @@ def keep_largest(k: Binding) -> Run:
     (x,), (kept, rest) = given(k.inputs, 1), given(k.outputs, 2)
     bits, source, targets = x.reshape(-1).view(np.uint32), x.reshape(-1), (kept.reshape(-1), rest.reshape(-1))
     count, bins = min(int(k.attributes["count"]), x.size), np.zeros(1 << 16, dtype=np.int64)
-    return lambda: _keep_largest(bits, source, *targets, count, bins)
+    return k.pool.bind(_keep_largest, (bits, source, *targets, count, bins), 1)
 
 
 @exact
-def _keep_largest(bits, source, kept, rest, count, bins):
+def _keep_largest(bits, source, kept, rest, count, bins, start, stop):
     """Find the threshold 16 bits at a time: without the sign, floats and their bit patterns have the same order.
 
     There is a bin for every pattern of 16 bits, so that NaN and infinity have theirs.

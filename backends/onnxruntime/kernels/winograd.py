@@ -14,7 +14,6 @@ Source: A. Lavin, S. Gray, Fast Algorithms for Convolutional Neural Networks, 20
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
 from graphc.backend import Pool
@@ -23,7 +22,9 @@ from graphc.backends.onnxruntime.kernels.onednn import Scratchpad
 from graphc.backends.onnxruntime.vectors.functions import (
     LANES,
     PANEL,
+    array_of,
     floats_at,
+    scratch_function,
     tile_function,
     transpose_square,
     two_sided_function,
@@ -39,6 +40,7 @@ _G = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
 _AT = ((1, 1, 1, 0), (0, 1, -1, -1))
 
 image_tile, weight_tile, result_tile = (two_sided_function(matrix) for matrix in (_BT, _G, _AT))
+window_of_weights, window_of_gradients = scratch_function(9 * PANEL), scratch_function(9 * LANES)
 slope_tile, gradient_tile = (two_sided_function(tuple(zip(*matrix, strict=True))) for matrix in (_AT, _G))
 
 TILES = 64
@@ -196,8 +198,8 @@ def _add_product(a, a_row, a_step, b, b_row, depth, c, c_row, rows):
 @jit
 def _transform_weights(w, channels, outs, turned, cell, start, stop):
     """u[panel, k, c, lane] = (G w Gᵀ)[k] of channel c and result panel · PANEL + lane."""
-    buffer = np.zeros((9, PANEL), dtype=np.float32)
-    source = buffer.ctypes.data
+    source = window_of_weights()
+    buffer = array_of(floats_at(source), (9, PANEL))
     for unit in range(start, stop):
         panel, c = unit // channels, unit % channels
         first = panel * PANEL
@@ -248,7 +250,7 @@ def _transform_images(x, c, first, last, tall, wide, begin_h, begin_w, halo, buf
     while strip < last:
         n, i = strip // tall, strip % tall
         count = min(last - strip, tall - i)
-        rows = numba.carray(floats_at(buffer), (2 * count + halo, 2 * wide + 2, LANES))
+        rows = array_of(floats_at(buffer), (2 * count + halo, 2 * wide + 2, LANES))
         for r in range(2 * count + halo):
             _copy_row(x, n, c, 2 * i + r - begin_h, begin_w, rows[r])
         for s in range(count):
@@ -267,7 +269,7 @@ def _transform_images(x, c, first, last, tall, wide, begin_h, begin_w, halo, buf
 def _transform_results(source, step, c, first, last, tall, wide, bias, buffer, y):
     """y = Aᵀ p A + bias for LANES channels from c, of the rows of tiles ``first`` to ``last``."""
     row, pixel = 2 * wide * LANES * 4, LANES * 4
-    rows = numba.carray(floats_at(buffer), (2, 2 * wide, LANES))
+    rows = array_of(floats_at(buffer), (2, 2 * wide, LANES))
     height, width = y.shape[2], y.shape[3]
     for strip in range(first, last):
         n, i = strip // tall, strip % tall
@@ -339,8 +341,9 @@ def _weight_products(x, dy, geometry, cell, start, stop):
 def _weight_gradient(dw, parts, cell, start, stop):
     outs, channels = dw.shape[0], dw.shape[1]
     deep = -(-channels // PANEL) * PANEL
-    sums = numba.carray(floats_at(cell[0]), (parts, 16, outs, deep))
-    buffer = np.zeros((3, 3, LANES), dtype=np.float32)
+    sums = array_of(floats_at(cell[0]), (parts, 16, outs, deep))
+    place = window_of_gradients()
+    buffer = array_of(floats_at(place), (3, 3, LANES))
     step = outs * deep * 4
     for m in range(start, stop):
         for part in range(1, parts):
@@ -350,7 +353,7 @@ def _weight_gradient(dw, parts, cell, start, stop):
                     total[c] += other[c]
         for c in range(0, channels, LANES):
             source = cell[0] + (m * deep + c) * 4
-            gradient_tile(source, 4 * step, step, buffer.ctypes.data, 3 * LANES * 4, LANES * 4)
+            gradient_tile(source, 4 * step, step, place, 3 * LANES * 4, LANES * 4)
             for lane in range(min(LANES, channels - c)):
                 for i in range(3):
                     for j in range(3):

@@ -1,4 +1,4 @@
-"""Machine code of native kernels does not outlive a change of the functions in it."""
+"""Machine code of native kernels: a later start runs it without Numba, and it does not outlive a change of its sources."""
 
 from __future__ import annotations
 
@@ -7,41 +7,53 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numba
 import pytest
 
 from graphc.backends.onnxruntime.kernels import jit
 
 KERNEL = """
-import os, sys
+import sys
 sys.path.insert(0, {folder!r})
-from pathlib import Path
-import numba
-from graphc.backends.onnxruntime.kernels import jit
-numba.config.CACHE_DIR = {cache!r} + "/" + jit.sources_digest(Path({folder!r}))
+import numpy as np
+from graphc.backends.onnxruntime.pool import ThreadPool
 from kernels.outer import outer
-print(outer(1.0))
+x = np.ones(3, np.float32)
+ThreadPool(1).bind(outer, (x,), x.size)()
+print(x.tolist(), "numba" in sys.modules)
 """
 
+PARTS = {
+    "outer": "from kernels.inner import inner\n\n@jit\ndef outer(x, start, stop):\n    for i in range(start, stop):\n"
+    "        x[i] = inner(x[i]) + 1\n",
+    "inner": "@jit\ndef inner(x):\n    return x * 2\n",
+}
 
-@pytest.mark.full  # two processes that compile
-def test_a_function_of_another_file_that_changed_is_compiled_again(tmp_path: Path) -> None:
+
+@pytest.mark.full  # four processes, two of which compile
+def test_a_second_start_needs_no_numba_until_a_function_of_another_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "package" / "kernels"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
-    made = "from graphc.backends.onnxruntime.kernels.jit import jit\n"
-    (folder / "outer.py").write_text(f"{made}from kernels.inner import inner\n\n@jit\ndef outer(x):\n    return inner(x) + 1\n")
-    script = KERNEL.format(folder=str(folder.parent), cache=str(tmp_path / "cache"))
+    for name, text in PARTS.items():
+        (folder / f"{name}.py").write_text(f"from graphc.backends.onnxruntime.kernels.jit import jit\n{text}")
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path / "cache"))
+    script = KERNEL.format(folder=str(folder.parent))
 
-    def process(factor: int) -> str:
-        (folder / "inner.py").write_text(f"{made}\n@jit\ndef inner(x):\n    return x * {factor}\n")
+    def process() -> str:
         return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
 
-    assert process(2) == "3.0"
-    assert process(20) == "21.0"
+    assert process() == "[3.0, 3.0, 3.0] True"
+    assert process() == "[3.0, 3.0, 3.0] False"
+    for kept in (tmp_path / "cache" / "host").glob("*.o"):
+        kept.write_bytes(b"not from here" + kept.read_bytes()[13:])
+    assert process() == "[3.0, 3.0, 3.0] True"
+    (folder / "inner.py").write_text((folder / "inner.py").read_text().replace("x * 2", "x * 20"))
+    assert process() == "[21.0, 21.0, 21.0] True"
 
 
 @pytest.mark.skipif("NUMBA_CACHE_DIR" in os.environ, reason="the user chose the folder")
 def test_the_folder_of_kernels_belongs_to_these_sources() -> None:
     digest = jit.sources_digest(Path(jit.__file__).parents[1])
-    assert Path(numba.config.CACHE_DIR).name == digest  # type: ignore[attr-defined]
+    assert Path(jit.numba_package().config.CACHE_DIR).name == digest

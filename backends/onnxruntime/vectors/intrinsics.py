@@ -1,0 +1,240 @@
+"""The functions of :mod:`.functions` as Numba's intrinsics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+from llvmlite import ir as ll
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from graphc.backends.onnxruntime.vectors.functions import F32, I32, I64, LANES, POINTER, Vector, call
+
+
+def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
+    """See :func:`.functions.row_function`."""
+
+    @intrinsic
+    def run(typing_context, n, addresses):
+        if not isinstance(addresses, types.UniTuple) or addresses.count != rows:
+            return None
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            length = context.cast(builder, arguments[0], signature.args[0], types.int64)
+            places = cgutils.unpack_tuple(builder, arguments[1], rows)
+            whole = builder.mul(builder.sdiv(length, I64(LANES)), I64(LANES))
+            for first, last, lanes in ((I64(0), whole, LANES), (whole, length, 1)):
+                with cgutils.for_range_slice(builder, first, last, I64(lanes), I64) as (at, _):
+                    body(Vector(builder, places, length, at, lanes))
+            return context.get_dummy_value()
+
+        return types.void(n, addresses), emit
+
+    return run
+
+
+def tile_function(rows: int, adds: bool) -> Any:
+    """See :func:`.functions.tile_function`."""
+
+    @intrinsic
+    def run(typing_context, a, a_row, a_step, b, b_row, depth, c, c_row):
+        kind = ll.VectorType(F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            a, a_row, a_step, b, b_row, depth, c, c_row = (context.cast(builder, v, t, types.int64) for v, t in given)
+            offsets = [builder.mul(a_row, I64(r)) for r in range(rows)]
+            targets = [
+                [builder.inttoptr(builder.add(row, I64(4 * LANES * v)), POINTER) for v in range(2)]
+                for row in (builder.add(c, builder.mul(c_row, I64(r))) for r in range(rows))
+            ]
+            zero = ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES)
+            first = [[builder.load(place, typ=kind, align=4) if adds else zero for place in row] for row in targets]
+            before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("done")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            k = builder.phi(I64)
+            k.add_incoming(I64(0), before)
+            sums = [[builder.phi(kind) for _ in range(2)] for _ in range(rows)]
+            start = builder.add(b, builder.mul(k, b_row))
+            taken = [
+                builder.load(builder.inttoptr(builder.add(start, I64(4 * LANES * v)), POINTER), typ=kind, align=4)
+                for v in range(2)
+            ]
+            column = builder.add(a, builder.mul(k, a_step))
+            made = []
+            for r in range(rows):
+                value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), POINTER), typ=F32, align=4)
+                lane = builder.insert_element(ll.Constant(kind, ll.Undefined), value, I32(0))
+                same = builder.shuffle_vector(
+                    lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(I32, LANES), None)
+                )
+                made.append([call(builder, "fma", kind, same, taken[v], sums[r][v]) for v in range(2)])
+            following = builder.add(k, I64(1))
+            end = builder.block
+            k.add_incoming(following, end)
+            for r in range(rows):
+                for v in range(2):
+                    sums[r][v].add_incoming(first[r][v], before)
+                    sums[r][v].add_incoming(made[r][v], end)
+            builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
+            builder.position_at_end(after)
+            for r in range(rows):
+                for v in range(2):
+                    builder.store(made[r][v], targets[r][v], align=4)
+            return context.get_dummy_value()
+
+        return types.void(a, a_row, a_step, b, b_row, depth, c, c_row), emit
+
+    return run
+
+
+def two_sided_function(matrix: Sequence[Sequence[float]]) -> Any:
+    """See :func:`.functions.two_sided_function`."""
+    height, width = len(matrix), len(matrix[0])
+
+    @intrinsic
+    def run(typing_context, x, x_row, x_column, y, y_row, y_column):
+        kind = ll.VectorType(F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, x_column, y, y_row, y_column = (context.cast(builder, v, t, types.int64) for v, t in given)
+
+            def place(base: Any, row: Any, i: int, column: Any, j: int) -> Any:
+                offset = builder.add(builder.mul(row, I64(i)), builder.mul(column, I64(j)))
+                return builder.inttoptr(builder.add(base, offset), POINTER)
+
+            def combined(factors: Sequence[float], terms: Sequence[Any]) -> Any:
+                total = None
+                for factor, term in zip(factors, terms, strict=True):
+                    if abs(factor) not in (0.0, 1.0):
+                        term = builder.fmul(term, ll.Constant(kind, [ll.Constant(F32, abs(factor))] * LANES))
+                    if factor > 0:
+                        total = term if total is None else builder.fadd(total, term)
+                    elif factor < 0:
+                        total = builder.fneg(term) if total is None else builder.fsub(total, term)
+                return total
+
+            half: list[list[Any]] = [[] for _ in range(height)]
+            for j in range(width):
+                column = [builder.load(place(x, x_row, i, x_column, j), typ=kind, align=4) for i in range(width)]
+                for i in range(height):
+                    half[i].append(combined(matrix[i], column))
+            for i in range(height):
+                for j in range(height):
+                    builder.store(combined(matrix[j], half[i]), place(y, y_row, i, y_column, j), align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, x_column, y, y_row, y_column), emit
+
+    return run
+
+
+def transpose_square() -> Any:
+    """See :data:`.functions.transpose_square`."""
+
+    @intrinsic
+    def run(typing_context, x, x_row, y, y_row):
+        kind = ll.VectorType(F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, y, y_row = (context.cast(builder, v, t, types.int64) for v, t in given)
+
+            def place(base: Any, row: Any, r: int) -> Any:
+                return builder.inttoptr(builder.add(base, builder.mul(row, I64(r))), POINTER)
+
+            rows = [builder.load(place(x, x_row, r), typ=kind, align=4) for r in range(LANES)]
+            step = 1
+            while step < LANES:  # exchanges the two off-diagonal squares of each square of 2 · step
+                upper = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+                lower = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+                masks = [ll.Constant(ll.VectorType(I32, LANES), [ll.Constant(I32, n) for n in m]) for m in (upper, lower)]
+                for r in range(LANES):
+                    if not r & step:
+                        a, b = rows[r], rows[r + step]
+                        rows[r], rows[r + step] = (builder.shuffle_vector(a, b, mask) for mask in masks)
+                step *= 2
+            for r, row in enumerate(rows):
+                builder.store(row, place(y, y_row, r), align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, y, y_row), emit
+
+    return run
+
+
+def floats_at() -> Any:
+    """See :data:`.functions.floats_at`."""
+
+    @intrinsic
+    def run(typing_context, address):
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            word = context.cast(builder, arguments[0], signature.args[0], types.int64)
+            return builder.inttoptr(word, context.get_value_type(signature.return_type))
+
+        return types.CPointer(types.float32)(address), emit
+
+    return run
+
+
+def array_of() -> Any:
+    """See :data:`.functions.array_of`."""
+    return numba.carray  # type: ignore[attr-defined]
+
+
+def scratch_function(count: int) -> Any:
+    """See :func:`.functions.scratch_function`."""
+
+    @intrinsic
+    def run(typing_context):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            place = cgutils.alloca_once(builder, ll.ArrayType(F32, count))
+            place.align = 4 * LANES
+            return builder.ptrtoint(place, I64)
+
+        return types.intp(), emit
+
+    return run
+
+
+def taps_function(taps: int) -> Any:
+    """See :func:`.functions.taps_function`."""
+
+    @intrinsic
+    def run(typing_context, x, x_row, offsets, dy, dy_row, rows, blocks, sums):
+        kind = ll.VectorType(F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, offsets, dy, dy_row, rows, blocks, sums = (context.cast(builder, v, t, types.int64) for v, t in given)
+
+            def vector(address: Any) -> Any:
+                return builder.load(builder.inttoptr(address, POINTER), typ=kind, align=4)
+
+            slots = [cgutils.alloca_once(builder, kind) for _ in range(taps)]
+            places = []
+            for j, slot in enumerate(slots):
+                builder.store(ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES), slot)
+                places.append(builder.load(builder.inttoptr(builder.add(offsets, I64(8 * j)), POINTER), typ=I64))
+            with cgutils.for_range_slice(builder, I64(0), rows, I64(1), I64) as (r, _):
+                of_x, of_dy = builder.add(x, builder.mul(r, x_row)), builder.add(dy, builder.mul(r, dy_row))
+                with cgutils.for_range_slice(builder, I64(0), blocks, I64(1), I64) as (q, _):
+                    at = builder.mul(q, I64(4 * LANES))
+                    slope, start = vector(builder.add(of_dy, at)), builder.add(of_x, at)
+                    for place, slot in zip(places, slots, strict=True):
+                        total = builder.load(slot, typ=kind)
+                        builder.store(call(builder, "fma", kind, vector(builder.add(start, place)), slope, total), slot)
+            for j, slot in enumerate(slots):
+                address = builder.add(sums, I64(4 * LANES * j))
+                total = builder.fadd(vector(address), builder.load(slot, typ=kind))
+                builder.store(total, builder.inttoptr(address, POINTER), align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, offsets, dy, dy_row, rows, blocks, sums), emit
+
+    return run
