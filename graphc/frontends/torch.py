@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
 from graphc.frontends.onnx import to_inference
+from graphc.frontends.torch_rnn import translations
 from graphc.ir.builder import Builder
 from graphc.ir.facts import FLOATS
 from graphc.ir.names import BATCHNORM, BUFFER, PARAMETER
@@ -197,6 +198,7 @@ def _with_dynamo(
         dynamo=True,
         optimize=False,
         opset_version=_OPSET,
+        custom_translation_table=translations(),
         verbose=False,
         dynamic_shapes=((shapes,) if variadic else shapes) if batched else None,
     )

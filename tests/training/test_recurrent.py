@@ -76,6 +76,7 @@ def train(model: Any, backend: str = "onnxruntime") -> tuple[np.ndarray[Any, Any
         ("GRU", "torchscript", "onnxruntime"),
         pytest.param("GRU", "dynamo", "numpy", marks=pytest.mark.large),
         ("RNN", "torchscript", "onnxruntime"),
+        ("RNN", "dynamo", "onnxruntime"),
     ],
 )
 def test_ten_steps_follow_pytorch(kind: str, exporter: str, backend: str) -> None:

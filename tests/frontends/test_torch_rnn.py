@@ -1,0 +1,42 @@
+"""``torch.nn.RNN`` exports as one RNN node a layer that computes what the module does."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+
+from graphc.frontends.torch import export
+
+
+class Network(torch.nn.Module):
+    """Two layers; returns all outputs of the last and the final states, from a given state or from zero."""
+
+    def __init__(self, activation: str, *, both: bool, batch_first: bool, bias: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.RNN(5, 8, 2, activation, bias=bias, bidirectional=both, batch_first=batch_first)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(x, h)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("activation", "both", "bias"), list(itertools.product(("tanh", "relu"), (False, True), (False, True)))
+)
+def test_layers_are_nodes_and_compute_what_the_module_does(activation: str, both: bool, bias: bool) -> None:
+    torch.manual_seed(0)
+    module = Network(activation, both=both, batch_first=not both, bias=bias)
+    x, h = torch.randn(4, 6, 5), torch.randn(4 if both else 2, 6 if both else 4, 8)
+    inputs = (x, h) if bias else (x,)
+    model = export(module, inputs, dynamic_batch=False, exporter="dynamo")
+    assert sum(node.op_type == "RNN" for node in model.graph) == 2
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    found = session.run(None, {v.name: t.numpy() for v, t in zip(model.graph.inputs, inputs, strict=True)})
+    with torch.no_grad():
+        wanted = module(*inputs)
+    for made, true in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(made, true.numpy(), rtol=1e-5, atol=1e-6)
