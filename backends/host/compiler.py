@@ -27,6 +27,7 @@ from graphc.backends.host.emit import Emitter
 from graphc.backends.host.generator import Loops
 from graphc.backends.host.kinds import I64
 from graphc.backends.host.mathematics import Mathematics
+from graphc.backends.host.processor import processor
 from graphc.cache_folder import cache_folder
 from graphc.ir.facts import dtype_of
 
@@ -156,15 +157,14 @@ class Compiler:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._lock = threading.Lock()
-        self.processor = llvm.get_host_cpu_name()
-        features = llvm.get_host_cpu_features().flatten()
+        wanted = processor()
         target = llvm.Target.from_triple(llvm.get_process_triple())
-        make = functools.partial(target.create_target_machine, cpu=self.processor, features=features, opt=3, jit=True)
+        make = functools.partial(target.create_target_machine, cpu=wanted.name, features=wanted.features, opt=3, jit=True)
         self._machine = make()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), make())
         self._functions: dict[str, Callable[[int, int, int], None]] = {}
         self._addresses: dict[str, int] = {}
-        self._version = f"{self.processor}{features}{llvm.llvm_version_info}{_own_text()}"
+        self._version = f"{wanted.name}{wanted.features}{llvm.llvm_version_info}{_own_text()}"
 
     def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
         """Compile a kernel, or find it.
@@ -197,6 +197,16 @@ class Compiler:
                 self._addresses[name] = self._address(name, make)
             return self._addresses[name]
 
+    def file_address(self, name: str, path: Path) -> int | None:
+        """The address of the function ``name`` in an object file that :func:`write_object` wrote; None: there is none."""
+        with self._lock:
+            if name not in self._addresses:
+                code = read_object(path)
+                if code is None:
+                    return None
+                self._addresses[name] = self._loaded(code, name)
+            return self._addresses[name]
+
     def address_of(self, key: str, module: Callable[[str], str]) -> int:
         """The address of a function of machine code, from the cache where that holds it.
 
@@ -212,10 +222,10 @@ class Compiler:
 
     def _address(self, name: str, make: Callable[[], bytes]) -> int:
         path = cache_folder() / "host" / f"{name}.o"
-        code = _read(path)
+        code = read_object(path)
         if code is None:
             code = make()
-            _write(path, code)
+            write_object(path, code)
         return self._loaded(code, name)
 
     def _machine_code(self, module: str) -> bytes:
@@ -243,8 +253,8 @@ def _own_text() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _read(path: Path) -> bytes | None:
-    """An object file and its digest from the cache; None where there is none, or it is damaged."""
+def read_object(path: Path) -> bytes | None:
+    """An object file that :func:`write_object` wrote; None where there is none, or it is damaged."""
     try:
         data = path.read_bytes()
     except OSError:
@@ -253,8 +263,8 @@ def _read(path: Path) -> bytes | None:
     return code if hashlib.sha256(code).digest() == digest else None
 
 
-def _write(path: Path, code: bytes) -> None:
-    """Keep an object file, whole or not at all; without room on the disk it is made again next time."""
+def write_object(path: Path, code: bytes) -> None:
+    """Keep an object file behind its digest, whole or not at all; without room on the disk it is made again next time."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

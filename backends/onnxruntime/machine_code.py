@@ -3,13 +3,16 @@
     name of the file = digest of: the function, the types of its arguments, all sources of its package, the versions of Numba
                        and LLVM, the processor
 
-The file holds the function with its adapter ``f(words, start, stop)``, as Numba's own optimiser left it.
+The file holds the function with its adapter ``f(words, start, stop)``, as Numba's own optimiser left it. Before it a start
+looks for code that was made ahead of time (:mod:`graphc.backends.onnxruntime.ahead`), which runs on all processors of a level.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,8 +23,17 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from graphc.backends.host.compiler import compiler
+from graphc.backends.host.processor import processor
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction, numba_package, sources_digest
 from graphc.errors import InternalError
+
+_HERE = Path(__file__).parent
+
+AHEAD = _HERE / "ahead_of_time"
+"""Folder of machine code that was made ahead of time, in a folder for each level of processors."""
+
+_RECORD = os.environ.get("GRAPHC_RECORD_KERNELS")
+"""A file that gets a line for every kernel that is bound."""
 
 _COMPILING = threading.RLock()
 
@@ -40,30 +52,34 @@ declare void @llvm.trap()
 """Numba counts the owners of arrays; these arrays have none, so none is ever freed."""
 
 
-def of(function: Any, arguments: Sequence[Any], kinds: str, letters: str) -> tuple[int, int, Any]:
+def of(function: Any, arguments: Sequence[Any], kinds: Sequence[str]) -> tuple[int, int, Any]:
     """The machine code of ``function`` for these arguments.
 
     Args:
         function: a :class:`NumbaFunction`, or a dispatcher of Numba.
-        kinds: types of the arguments, by which kept code is found.
-        letters: types of the words that hold them.
+        kinds: types of the arguments (:func:`kind_of`).
 
     Returns:
         The address of ``f(words, start, stop)``, the first of the words, and what must live as long as the code.
     """
-    name = _name(function, kinds)
-    if name is not None:
-        return compiler().object_address(name, lambda: _object(function, arguments, letters, name)), 0, None
+    identity = identity_of(function, kinds) if isinstance(function, NumbaFunction) else None
+    if identity is not None:
+        if _RECORD:
+            with open(_RECORD, "a") as record:
+                record.write(f"{function.place} {' '.join(kinds)}\n")
+        address = compiler().file_address(file := ahead_name(identity), AHEAD / str(processor().level) / f"{file}.o")
+        if address is None:
+            name = compiler().name_of("n", identity, _versions())
+            address = compiler().object_address(name, lambda: object_of(function, kinds, name))
+        return address, 0, None
+    numba = numba_package()
     with _COMPILING:
-        compiled = _compiled(function, arguments)
+        if isinstance(function, NumbaFunction):
+            compiled = _compiled(function.dispatcher, [_numba_type(kind) for kind in kinds])
+        else:
+            compiled = _compiled(function, [numba.typeof(a) for a in arguments])
         inner = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-    return _adapter(letters), inner, compiled
-
-
-def _name(function: Any, kinds: str) -> str | None:
-    """The name of the kept code; None: another start could not tell whether it is the same function."""
-    own = _identity(function) if isinstance(function, NumbaFunction) and not function.targetoptions.get("cache") else None
-    return None if own is None else compiler().name_of("n", own, kinds, _versions())
+    return _adapter(letters_of(kinds)), inner, compiled
 
 
 @functools.cache
@@ -71,8 +87,13 @@ def _versions() -> str:
     return f"{sys.version_info[:2]} {np.__version__} {importlib.metadata.version('numba')}"
 
 
-def _identity(function: NumbaFunction) -> str | None:
-    """The function with its package's sources and the numbers around it; None: something around it is not a number."""
+def ahead_name(identity: str) -> str:
+    """The name of a function whose code is made ahead of time, and of its file."""
+    return "a" + hashlib.sha256(identity.encode()).hexdigest()[:24]
+
+
+def identity_of(function: NumbaFunction, kinds: Sequence[str]) -> str | None:
+    """The function with its sources, the numbers around it and the types of its arguments; None: something is not a number."""
     inner = function.py_func
     around = [cell.cell_contents for cell in inner.__closure__ or ()]
     if not all(isinstance(value, (int, float, str)) for value in around):
@@ -81,7 +102,8 @@ def _identity(function: NumbaFunction) -> str | None:
     if not place.is_file():
         return None
     options = sorted((key, sorted(value) if isinstance(value, set) else value) for key, value in function.targetoptions.items())
-    return f"{inner.__module__}.{inner.__qualname__} {around} {options} {sources_digest(_package(place))}"
+    sources = sources_digest(_HERE if place.is_relative_to(_HERE) else _package(place))
+    return f"{inner.__module__}.{inner.__qualname__} {around} {options} {sources} {' '.join(kinds)}"
 
 
 def _package(file: Path) -> Path:
@@ -92,34 +114,84 @@ def _package(file: Path) -> Path:
     return folder
 
 
-def _compiled(function: Any, arguments: Sequence[Any]) -> Any:
-    """What Numba makes of a function.
+_LETTERS = {"i": "int64", "f": "float32", "d": "float64"}
+
+
+def kind_of(value: Any) -> str | None:
+    """What tells apart arguments for which Numba makes different code; None: words do not hold it.
+
+    A letter of :data:`_LETTERS` is a number, ``3i`` a tuple, ``<f4:2C`` a contiguous matrix.
+    """
+    if isinstance(value, np.ndarray):
+        flags = value.flags
+        layout = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
+        return f"{value.dtype.str}:{value.ndim}{layout}{'' if flags.aligned else 'u'}"
+    if isinstance(value, tuple):
+        letters = {letter_of(v) for v in value}
+        return f"{len(value)}{letter}" if len(letters) == 1 and (letter := letters.pop()) else None
+    return letter_of(value)
+
+
+def letter_of(value: Any) -> str | None:
+    """The kind of word that holds a number: f and d are floats of 32 and 64 bits, i an integer."""
+    if isinstance(value, np.float32):
+        return "f"
+    if isinstance(value, float):
+        return "d"
+    return "i" if isinstance(value, (int, np.int64)) else None
+
+
+def letters_of(kinds: Sequence[str]) -> str:
+    """The types of the words that hold arguments: p is an address, other letters as in :func:`letter_of`."""
+    words = []
+    for kind in kinds:
+        if ":" in kind:
+            words.append("ppiip" + "ii" * int(kind.split(":")[1].rstrip("CFAu")))
+        else:
+            words.append(kind[-1] * int(kind[:-1] or 1))
+    return "".join(words)
+
+
+def _numba_type(kind: str) -> Any:
+    """Numba's type of a kind; every array may be written."""
+    types = numba_package().types
+    if ":" in kind:
+        dtype, layout = kind.split(":")
+        aligned = not layout.endswith("u")
+        of = importlib.import_module("numba.np.numpy_support").from_dtype(np.dtype(dtype))
+        layout = layout.rstrip("u")
+        return types.Array(of, int(layout[:-1]), layout[-1], aligned=aligned)
+    letter = getattr(types, _LETTERS[kind[-1]])
+    return types.UniTuple(letter, int(kind[:-1])) if kind[:-1] else letter
+
+
+def _compiled(dispatcher: Any, kinds: Sequence[Any]) -> Any:
+    """What Numba makes of a function for arguments of these types of its own.
 
     Raises:
         InternalError: it returns something.
     """
-    numba = numba_package()
-    dispatcher = function.dispatcher if isinstance(function, NumbaFunction) else function
-    kinds = (*(numba.typeof(a) for a in arguments), numba.types.int64, numba.types.int64)
-    dispatcher.compile(kinds)
-    compiled = dispatcher.overloads[kinds]
-    if compiled.fndesc.restype != numba.types.none:
+    types = numba_package().types
+    signature = (*kinds, types.int64, types.int64)
+    dispatcher.compile(signature)
+    compiled = dispatcher.overloads[signature]
+    if compiled.fndesc.restype != types.none:
         raise InternalError(f"{dispatcher.py_func.__qualname__} returns a value, which nobody would read")
     return compiled
 
 
-def _object(function: NumbaFunction, arguments: Sequence[Any], letters: str, name: str) -> bytes:
-    """The object file of a function with its adapter.
+def object_of(function: NumbaFunction, kinds: Sequence[str], name: str) -> bytes:
+    """The object file of a function with its adapter, which is called ``name``.
 
     Raises:
         InternalError: it allocates, or calls another function that only Numba has.
     """
     with _COMPILING:
-        compiled = _compiled(function, arguments)
+        compiled = _compiled(function.dispatcher, [_numba_type(kind) for kind in kinds])
         codegen = compiled.library.codegen
         module = llvm.parse_assembly(str(compiled.library._final_module))
         symbol = compiled.fndesc.llvm_func_name
-        module.link_in(llvm.parse_assembly(_adapter_text(name, letters, symbol)))
+        module.link_in(llvm.parse_assembly(_adapter_text(name, letters_of(kinds), symbol)))
         module.link_in(llvm.parse_assembly(_UNUSED))
         for held in (*module.functions, *module.global_variables):
             if not held.is_declaration and held.name != name:
@@ -130,7 +202,7 @@ def _object(function: NumbaFunction, arguments: Sequence[Any], letters: str, nam
         found = [held.name for held in (*module.functions, *module.global_variables) if held.is_declaration]
         if missing := [name for name in found if name.startswith(_RUNTIME)]:
             text = f"the kernel {function.py_func.__qualname__} needs Numba's runtime ({', '.join(missing)})"
-            raise InternalError(f"{text}: take its scratch as an argument, or decorate it with jit_with_runtime")
+            raise InternalError(f"{text}: take its scratch as an argument")
         return bytes(codegen._tm.emit_object(module))
 
 

@@ -116,45 +116,21 @@ _CODES = {"p": "q", "i": "q", "f": "f4x", "d": "d"}
 def bind_numba(function: Any, arguments: Sequence[Any]) -> Bound | None:
     """Bind the first arguments of a function that Numba compiles; None: an argument's type has no words here."""
     arguments = [int(a) if isinstance(a, (bool, np.bool_)) else a for a in arguments]
-    kinds = [_kind(a) for a in arguments]
-    if None in kinds:
+    kinds = [kind for a in arguments if (kind := machine_code.kind_of(a)) is not None]
+    if len(kinds) < len(arguments):
         if isinstance(function, NumbaFunction):
             raise InternalError(f"the kernel {function.py_func.__qualname__} takes an argument of a type without machine words")
         return None
-    flat = [word for a in arguments for word in _words(a)]
-    letters = "".join(letter for letter, _ in flat)
-    code, inner, held = machine_code.of(function, arguments, " ".join(map(str, kinds)), letters)
+    code, inner, held = machine_code.of(function, arguments, kinds)
     failed = np.zeros(1, dtype=np.int64)
-    data = struct.pack(f"=qq{''.join(_CODES[letter] for letter in letters)}", inner, failed.ctypes.data, *(v for _, v in flat))
+    codes = "".join(_CODES[letter] for letter in machine_code.letters_of(kinds))
+    data = struct.pack(f"=qq{codes}", inner, failed.ctypes.data, *(word for a in arguments for word in _words(a)))
     memory = ctypes.create_string_buffer(data, len(data))
     return Bound(code, ctypes.addressof(memory), failed, (memory, *arguments, held))
 
 
-def _letter(value: Any) -> str | None:
-    """The kind of word that holds a number: f and d are floats of 32 and 64 bits, i an integer."""
-    if isinstance(value, np.float32):
-        return "f"
-    if isinstance(value, float):
-        return "d"
-    return "i" if isinstance(value, (int, np.int64)) else None
-
-
-def _kind(value: Any) -> str | None:
-    """What tells apart arguments for which Numba makes different code; None: words do not hold it."""
-    if isinstance(value, np.ndarray):
-        flags = value.flags
-        layout = "C" if flags.c_contiguous else "F" if flags.f_contiguous else "A"
-        return f"{value.dtype.str}{value.ndim}{layout}{int(flags.writeable)}{int(flags.aligned)}"
-    if isinstance(value, tuple):
-        letters = {_letter(v) for v in value}
-        return f"{len(value)}{letter}" if len(letters) == 1 and (letter := letters.pop()) else None
-    return _letter(value)
-
-
-def _words(value: Any) -> list[tuple[str, Any]]:
-    """An argument as Numba passes it: (letter, value) of every word; p is an address."""
-    if isinstance(value, np.ndarray):
-        numbers = [("i", n) for n in (value.size, value.itemsize)]
-        sides = [("i", n) for n in (*value.shape, *value.strides)]
-        return [("p", 0), ("p", 0), *numbers, ("p", value.ctypes.data), *sides]  # owned by nobody whom it would count
-    return [(_letter(v) or "", v) for v in (value if isinstance(value, tuple) else (value,))]
+def _words(value: Any) -> Sequence[Any]:
+    """An argument as Numba passes it."""
+    if isinstance(value, np.ndarray):  # owned by nobody whom it would count
+        return (0, 0, value.size, value.itemsize, value.ctypes.data, *value.shape, *value.strides)
+    return value if isinstance(value, tuple) else (value,)

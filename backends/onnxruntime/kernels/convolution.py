@@ -15,10 +15,13 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels import depthwise, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
-from graphc.backends.onnxruntime.kernels.jit import jit_with_runtime, single_threaded_blas
+from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
+from graphc.backends.onnxruntime.kernels.products import open_blas, product
 from graphc.device import Array, Run, in_order
 from graphc.ir.ops.convolution import Window
+
+_NUMBERS = np.array([1.0, 0.0], dtype=np.float32)
 
 
 def _with_onednn(node: ir.Node) -> bool:
@@ -110,7 +113,7 @@ def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequ
 
 def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
     """Each thread sums over its own samples: im2col of one sample in cache, then a matrix product."""
-    single_threaded_blas()
+    open_blas()
     window, group = Window.of(k.attributes, x.shape[2:], dw.shape[2:]), int(k.attributes.get("group", 1))
     assert window.begin is not None
     lift = [1] * (4 - x.ndim)  # one spatial axis is treated as two with a height of one
@@ -132,6 +135,7 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
         dy.reshape(samples, group, outs, positions),
         np.array([rows, columns], dtype=np.int64),
         np.array(geometry, dtype=np.int64),
+        _NUMBERS,
         patches,
         products,
         sums,
@@ -140,23 +144,25 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
     return in_order([k.pool.bind(_accumulate, arguments, parts), k.pool.bind(_add_parts, (flat_sums, flat), flat.size, 16384)])
 
 
-@jit_with_runtime
-def _accumulate(x, dy, out, geometry, patches, products, sums, start, stop):
+@jit
+def _accumulate(x, dy, out, geometry, numbers, patches, products, sums, start, stop):
     """Each part sums the gradient over its own samples."""
-    parts = sums.shape[0]
+    parts, outs, patch, positions = sums.shape[0], dy.shape[2], patches.shape[1], patches.shape[2]
     samples, groups = x.shape[0], x.shape[1]
+    one, zero = numbers.ctypes.data, numbers.ctypes.data + 4
     for part in range(start, stop):
         sums[part] = 0.0
         for n in range(samples * part // parts, samples * (part + 1) // parts):
             for g in range(groups):
                 _unfold(x[n, g], out, geometry, patches[part])
-                np.dot(dy[n, g], patches[part].T, products[part])
+                a, b, c = dy[n, g].ctypes.data, patches[part].ctypes.data, products[part].ctypes.data
+                product(False, True, outs, patch, positions, one, a, positions, b, positions, zero, c, patch)
                 for m in range(products.shape[1]):
                     for j in range(products.shape[2]):
                         sums[part, g, m, j] += products[part, m, j]
 
 
-@jit_with_runtime
+@jit
 def _unfold(x, out, geometry, patches):
     """patches[c, tap, position] = x[c] under that tap of the window at that position, 0 in the padding."""
     taps_h, taps_w, stride_h, stride_w, dilation_h, dilation_w, begin_h, begin_w = geometry
@@ -179,18 +185,18 @@ def _unfold(x, out, geometry, patches):
                     target[base : base + first] = 0.0
                     target[base + last : base + columns] = 0.0
                     if stride_w == 1:
-                        target[base + first : base + last] = x[c, h, first + shift : last + shift]
+                        for q in range(first, last):
+                            target[base + q] = x[c, h, q + shift]
                     else:
                         for q in range(first, last):
                             target[base + q] = x[c, h, q * stride_w + shift]
                 row += 1
 
 
-@jit_with_runtime
+@jit
 def _add_parts(parts, total, start, stop):
     target = total[start:stop]
-    target[:] = parts[0, start:stop]
-    for p in range(1, parts.shape[0]):
+    for p in range(parts.shape[0]):
         source = parts[p, start:stop]
         for k in range(target.size):
-            target[k] += source[k]
+            target[k] = source[k] + (target[k] if p > 0 else np.float32(0.0))

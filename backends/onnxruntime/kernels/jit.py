@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import threadpoolctl
 
+from graphc.backends.host.processor import processor
 from graphc.cache_folder import cache_folder
 
 F = TypeVar("F", bound="Callable[..., Any]")
@@ -40,6 +41,8 @@ def numba_package() -> Any:
     """Numba, imported on first use."""
     import numba  # late: see the module's docstring
 
+    if processor().chosen:
+        numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor().name, processor().features  # type: ignore[attr-defined]
     if not os.environ.get("NUMBA_CACHE_DIR"):
         # Numba's own choice, a folder beside this file or among the temporary ones, may belong to somebody else.
         numba.config.CACHE_DIR = str(cache_folder() / "numba" / sources_digest(Path(__file__).parents[1]))  # type: ignore[attr-defined]
@@ -55,11 +58,13 @@ class NumbaFunction:
 
     Attributes:
         py_func, targetoptions: function and options, under the names by which Numba looks for a callee to inline.
+        place: ``module:name``, or ``module:factory[1,2]`` for what a :func:`specialized` factory makes of 1 and 2.
     """
 
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         self.__doc__ = function.__doc__
         self.py_func, self.targetoptions = function, options
+        self.place = f"{function.__module__}:{function.__qualname__}"
 
     @functools.cached_property
     def dispatcher(self) -> Any:
@@ -88,19 +93,21 @@ def exact(function: F) -> F:
     return _decorated(function, fastmath=False, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-def jit_with_runtime(function: F) -> F:
-    """Compile as :func:`jit` does a function that allocates or calls NumPy's products: it needs Numba in every start."""
-    return _decorated(function, fastmath=_FASTMATH, cache=True)
-
-
-def exact_with_runtime(function: F) -> F:
-    """Compile as :func:`jit_with_runtime` does, but round every operation as written."""
-    return _decorated(function, fastmath=False, cache=True)
-
-
 def inlined(function: F) -> F:
     """Make a function that is put into its callers before they are compiled."""
     return _decorated(function, inline="always")
+
+
+def specialized(factory: Callable[..., F]) -> Callable[..., F]:
+    """Keep the kernels that a factory makes, one for each list of whole numbers."""
+
+    @functools.lru_cache(maxsize=64)
+    def kernel(*numbers: int) -> F:
+        function = factory(*numbers)
+        function.place = f"{factory.__module__}:{factory.__qualname__}[{','.join(map(str, numbers))}]"  # type: ignore[attr-defined]
+        return function
+
+    return kernel
 
 
 def single_threaded_blas() -> None:

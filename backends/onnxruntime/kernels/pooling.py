@@ -6,7 +6,6 @@ or -1.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -15,14 +14,13 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
-from graphc.backends.onnxruntime.kernels.jit import exact, jit
+from graphc.backends.onnxruntime.kernels.jit import exact, jit, specialized
 from graphc.device import Array, Run
 from graphc.ir.facts import shape_of_result
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.pooling import averaging_matrix
 
 Geometry: TypeAlias = "tuple[Array, Array]"
-Pair: TypeAlias = "tuple[int, ...]"
 
 
 def _planes(array: Array) -> Array:
@@ -67,7 +65,7 @@ def max_pool_grad(k: Binding) -> Run:
     images, slopes = _planes(x), _planes(dx)
     flat = images.reshape(planes, -1), slopes.reshape(planes, -1)
     arguments = (_planes(dy), images, *flat, _planes(y), *begin, found)
-    pool, loop = k.pool, _max_pool_grad(taps, strides, dilations)
+    pool, loop = k.pool, _max_pool_grad(*taps, *strides, *dilations)
     return pool.bind(loop, arguments, parts)
 
 
@@ -94,12 +92,11 @@ def _last_nan(x, row, column, taps_h, taps_w, dilation_h, dilation_w):
     return found
 
 
-@functools.lru_cache(maxsize=64)
-def _max_pool_grad(taps: Pair, strides: Pair, dilations: Pair) -> Callable[..., None]:
+@specialized
+def _max_pool_grad(
+    taps_h: int, taps_w: int, stride_h: int, stride_w: int, dilation_h: int, dilation_w: int
+) -> Callable[..., None]:
     """Make the loop for one window; its sizes are constants, so that taps are unrolled and windows are searched in vectors."""
-    taps_h, taps_w = taps
-    stride_h, stride_w = strides
-    dilation_h, dilation_w = dilations
 
     @exact
     def max_pool_grad(dy, x, flat_x, flat_dx, y, begin_h, begin_w, found, start, stop):

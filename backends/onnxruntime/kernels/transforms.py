@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.jit import exact, exact_with_runtime, jit
+from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.device import ALIGNMENT, Array, Run, in_order
 from graphc.ir.declare import OPS
 from graphc.ir.ops.transforms import DEPENDENT
@@ -152,17 +152,31 @@ def orthogonalize(k: Binding) -> Run:
     return run
 
 
-@exact_with_runtime
+@exact
 def _orthogonalize(rows, dependent, start, stop):
     for k in range(rows.shape[0]):
-        before = np.sum(rows[k] * rows[k])
+        own = rows[k]
+        before = _dot(own, own)
         for j in range(k):
-            rows[k] -= np.sum(rows[j] * rows[k]) * rows[j]
-        square = np.sum(rows[k] * rows[k])
+            other = rows[j]
+            share = _dot(other, own)
+            for i in range(own.size):
+                own[i] -= share * other[i]
+        square = _dot(own, own)
         if square <= dependent * before:
-            rows[k] = 0.0
+            own[:] = 0.0
         else:  # NaN counts as large: it must be seen
-            rows[k] /= np.sqrt(square)
+            norm = np.sqrt(square)
+            for i in range(own.size):
+                own[i] /= norm
+
+
+@exact
+def _dot(a, b):
+    total = 0.0
+    for i in range(a.size):
+        total += a[i] * b[i]
+    return total
 
 
 @kernel("onnxruntime", "graphc::KeepLargest")

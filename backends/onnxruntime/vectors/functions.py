@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir as ll
 
+from graphc.backends.host.processor import processor
 from graphc.backends.onnxruntime.vectors.deferred import Deferred
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f") else 8
+LANES = processor().lanes
 """float32 numbers in a vector; two registers where these hold four."""
 PANEL = 2 * LANES
 """Columns of a matrix that one tile of a product computes."""

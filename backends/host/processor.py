@@ -1,0 +1,66 @@
+"""The processor that machine code is made for: this one, or the level that ``GRAPHC_PROCESSOR`` names.
+
+A level is a set of instructions that many processors have: code for it runs on all of them, with the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+
+from graphc.errors import UsageError
+
+_AVX2 = ("avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe")
+
+LEVELS = {
+    "x86-64-v4": (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    "x86-64-v3": _AVX2,
+}
+"""Instructions of each level of x86-64 that code is made for ahead of time (psABI's names), the highest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """What LLVM compiles for.
+
+    Attributes:
+        name, features: as LLVM spells them.
+        lanes: float32 numbers in a vector; two registers where these hold four.
+        level: whose code runs here, with vectors of as many lanes; None: none of :data:`LEVELS`.
+        chosen: by the user, who may compile for another machine.
+    """
+
+    name: str
+    features: str
+    lanes: int
+    level: str | None
+    chosen: bool
+
+
+@functools.cache
+def processor() -> Processor:
+    """The processor of this process.
+
+    Raises:
+        UsageError: ``GRAPHC_PROCESSOR`` names no level.
+    """
+    level = os.environ.get("GRAPHC_PROCESSOR")
+    if level:
+        if level not in LEVELS:
+            raise UsageError(f"GRAPHC_PROCESSOR={level} is no level that graphc knows; there are {', '.join(LEVELS)}")
+        return Processor(
+            level, ",".join(f"+{feature}" for feature in LEVELS[level]), _lanes("avx512f" in LEVELS[level]), level, True
+        )
+    features = llvm.get_host_cpu_features()
+    lanes = _lanes(bool(features.get("avx512f")))
+    fitting = (
+        name for name, needed in LEVELS.items() if all(features.get(f) for f in needed) and _lanes("avx512f" in needed) == lanes
+    )
+    return Processor(llvm.get_host_cpu_name(), features.flatten(), lanes, next(fitting, None), False)
+
+
+def _lanes(wide: bool) -> int:
+    return 16 if wide else 8

@@ -1,0 +1,109 @@
+"""Native kernels that are compiled ahead of time: the list is of this version, and a first start runs them without Numba."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphc.backends.host.processor import processor
+from graphc.backends.onnxruntime.ahead import LIST, function_of
+from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of
+
+LINES = LIST.read_text().splitlines()
+
+KERNEL = """
+import sys
+from pathlib import Path
+import numpy as np
+from graphc.backends.host.compiler import write_object
+from graphc.backends.onnxruntime import machine_code
+from graphc.backends.onnxruntime.kernels.activations import _relu_grad
+from graphc.backends.onnxruntime.pool import ThreadPool
+
+machine_code.AHEAD = Path({folder!r})
+kinds = ["<f4:1C"] * 3
+file = machine_code.ahead_name(machine_code.identity_of(_relu_grad, kinds))
+if sys.argv[1] == "make":
+    write_object(machine_code.AHEAD / "x86-64-v3" / f"{{file}}.o", machine_code.object_of(_relu_grad, kinds, file))
+else:
+    dy, y, dx = np.float32([1, 2, 3]), np.float32([0, 1, 2]), np.zeros(3, np.float32)
+    ThreadPool(1).bind(_relu_grad, (dy, y, dx), dx.size)()
+    print(dx.tolist(), "numba" in sys.modules)
+"""
+
+TRAINING = """
+import sys
+import numpy as np
+import onnx
+from onnx import TensorProto as T, helper, numpy_helper
+import graphc
+
+rng = np.random.default_rng(0)
+weights = {
+    "w1": rng.standard_normal((16, 16, 3, 3)), "b1": np.zeros(16), "scale": np.ones(16), "shift": np.zeros(16),
+    "mean": np.zeros(16), "var": np.ones(16), "w2": rng.standard_normal((16, 5)), "b2": np.zeros(5),
+}
+nodes = [
+    helper.make_node("Conv", ["x", "w1", "b1"], ["c"], pads=[1, 1, 1, 1]),
+    helper.make_node("BatchNormalization", ["c", "scale", "shift", "mean", "var"], ["n"]),
+    helper.make_node("Relu", ["n"], ["r"]),
+    helper.make_node("MaxPool", ["r"], ["m"], kernel_shape=[2, 2], strides=[2, 2]),
+    helper.make_node("GlobalAveragePool", ["m"], ["p"]),
+    helper.make_node("Flatten", ["p"], ["f"]),
+    helper.make_node("Gemm", ["f", "w2", "b2"], ["scores"]),
+]
+graph = helper.make_graph(
+    nodes, "g", [helper.make_tensor_value_info("x", T.FLOAT, [4, 16, 16, 16])],
+    [helper.make_tensor_value_info("scores", T.FLOAT, [4, 5])],
+    [numpy_helper.from_array(w.astype(np.float32), name) for name, w in weights.items()],
+)
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+onnx.save(model, sys.argv[1])
+program = graphc.compile(sys.argv[1], loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.AdamW(lr=1e-3))
+with graphc.Trainer(program) as trainer:
+    feeds = {"x": rng.standard_normal((4, 16, 16, 16)).astype(np.float32), "label": np.arange(4)}
+    losses = [trainer.step(feeds)["loss"] for _ in range(3)]
+print(losses[2] < losses[0], "numba" in sys.modules, "scipy" in sys.modules)
+"""
+
+
+def _run(script: str, *arguments: str) -> str:
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_every_listed_kernel_is_of_this_version() -> None:
+    assert sorted(set(LINES)) == LINES
+    assert [line for line in LINES if function_of(line) is None] == []
+
+
+@pytest.mark.full  # four processes, two of which compile
+@pytest.mark.skipif(processor().level is None, reason="no code is made ahead of time for this processor")
+def test_code_of_a_level_runs_without_numba_and_damaged_code_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHC_PROCESSOR", "x86-64-v3")
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path / "cache"))
+    script = KERNEL.format(folder=str(tmp_path / "ahead"))
+    _run(script, "make")
+    assert _run(script, "run") == "[0.0, 2.0, 3.0] False"
+    (kept,) = (tmp_path / "ahead").rglob("*.o")
+    kept.write_bytes(kept.read_bytes()[:-9] + b"not whole")
+    assert _run(script, "run") == "[0.0, 2.0, 3.0] True"
+
+
+def _is_made() -> bool:
+    line = LINES[0].split()
+    function = function_of(LINES[0])
+    assert function is not None
+    identity = identity_of(function, line[1:])
+    return identity is not None and (AHEAD / str(processor().level) / f"{ahead_name(identity)}.o").exists()
+
+
+@pytest.mark.full  # a process that trains
+@pytest.mark.skipif(not _is_made(), reason="`make kernels` has not compiled these sources for this processor")
+def test_a_first_start_needs_neither_numba_nor_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path / "cache"))
+    assert _run(TRAINING, str(tmp_path / "m.onnx")) == "True False False"
