@@ -92,7 +92,14 @@ class Registry(Mapping[str, T], Generic[T]):
                     self._import(point)
 
     def _points(self) -> list[Point]:
-        return sorted({_point(found) for found in importlib.metadata.entry_points(group=self.group)})
+        packages: dict[importlib.metadata.Distribution | None, str] = {None: ""}  # reading one parses a file
+        found = set()
+        for point in importlib.metadata.entry_points(group=self.group):
+            if point.dist not in packages:
+                about = point.dist.metadata  # type: ignore[union-attr]
+                packages[point.dist] = f"{about['Name']} {about['Version']}"
+            found.add(Point(point.name, point.value.partition(":")[0].strip(), packages[point.dist]))
+        return sorted(found)
 
     def _import(self, point: Point) -> None:
         before = dict(self._items), dict(self._origin), set(self._overrides)
@@ -192,8 +199,3 @@ class Registry(Mapping[str, T], Generic[T]):
     def __len__(self) -> int:
         self.load()
         return len(self._items)
-
-
-def _point(found: importlib.metadata.EntryPoint) -> Point:
-    package = f"{found.dist.name} {found.dist.version}" if found.dist is not None else ""
-    return Point(found.name, found.value.partition(":")[0].strip(), package)
