@@ -48,6 +48,21 @@ class Generator(Values):
 
     def source(self) -> KernelSource:
         """The source of the whole kernel."""
+        return self._source(*self._statements())
+
+    def reads(self) -> tuple[ir.Value, ...]:
+        """The operands that the kernel reads, in parameter order, without writing its text.
+
+        Raises:
+            KeyError: an operand or a result has a type that no kernel takes.
+        """
+        _, stores = self._statements()
+        for value in (*self._operands, *(value for value, _ in stores)):
+            expressions.STORAGE[dtype_of(value)]
+        return tuple(self._operands)
+
+    def _statements(self) -> tuple[list[str], Stores]:
+        """The statements of the whole kernel, and what they store."""
         body: list[str] = []
         for level in self._levels():
             body += self._reduce(level)
@@ -59,7 +74,7 @@ class Generator(Values):
             body += [*self._row_stores(picked), "SYNC;" if self.form.strided else "SYNC_LANES;"]
         if whole:
             body += self._whole_stores(whole)
-        return self._source([*body, *self._row_stores([s for s in single if s not in picked])], stores)
+        return [*body, *self._row_stores([s for s in single if s not in picked])], stores
 
     def divides(self) -> bool:
         """Whether :meth:`halves` applies: one level of reductions, and no full-shape result depends on them."""

@@ -9,9 +9,13 @@ over memory.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+CACHED = 1 << 12
+"""Offsets and indices that are kept: the trials of a grouping ask for the same ones again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +51,25 @@ class Linear:
 
     terms: tuple[tuple[Term, int], ...] = ()
     constant: int = 0
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        # forms nest, and are keys of many tables: each is hashed once
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash((self.terms, self.constant)) or 1)
+        return self._hash
 
     @staticmethod
     def of(value: Term | int) -> Linear:
         if isinstance(value, int):
             return Linear((), value)
-        return Linear(((value, 1),)) if _extent(value) > 1 else Linear()
+        return Linear(((value, 1),)) if _extent(value) > 1 else ZERO
 
     def __add__(self, other: Linear | int) -> Linear:
         if isinstance(other, int):
             return Linear(self.terms, self.constant + other)
+        if not other.terms and not other.constant:
+            return self
         found = dict(self.terms)
         for term, coefficient in other.terms:
             found[term] = found.get(term, 0) + coefficient
@@ -71,7 +84,9 @@ class Linear:
 
     def __mul__(self, factor: int) -> Linear:
         if factor == 0:
-            return Linear()
+            return ZERO
+        if factor == 1:
+            return self
         return Linear(tuple((t, c * factor) for t, c in self.terms), self.constant * factor)
 
     def bounds(self) -> tuple[int, int]:
@@ -147,6 +162,10 @@ class Linear:
         return " + ".join(parts)
 
 
+ZERO = Linear()
+"""The index along a dimension of size 1."""
+
+
 def _quotient(of: Linear, by: int) -> Quotient:
     """``of`` ÷ ``by`` as one quotient: (x ÷ 64) ÷ 12 is x ÷ 768."""
     if len(of.terms) == 1 and not of.constant:
@@ -180,7 +199,12 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 def flatten(index: Map, shape: Sequence[int]) -> Linear:
     """The element's offset in a contiguous array."""
-    total = Linear()
+    return _flattened(index, tuple(shape))
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _flattened(index: Map, shape: tuple[int, ...]) -> Linear:
+    total = ZERO
     for part, stride in zip(index, row_major(shape), strict=True):
         total = total + part * stride
     return total
@@ -188,10 +212,15 @@ def flatten(index: Map, shape: Sequence[int]) -> Linear:
 
 def unflatten(offset: Linear, shape: Sequence[int]) -> Map:
     """The index, in an array of ``shape``, of the element at ``offset``."""
+    return _unflattened(offset, tuple(shape))
+
+
+@functools.lru_cache(maxsize=CACHED)
+def _unflattened(offset: Linear, shape: tuple[int, ...]) -> Map:
     parts = []
     for k, (size, stride) in enumerate(zip(shape, row_major(shape), strict=True)):
         part = offset // stride if stride > 1 else offset
-        parts.append(Linear() if size == 1 else part if k == 0 else part % size)
+        parts.append(ZERO if size == 1 else part if k == 0 else part % size)
     return tuple(parts)
 
 

@@ -39,11 +39,9 @@ class Reads:
         key = walk.key(spec)
         if key not in self._known:
             try:
-                source = Generator(spec, in_memory).source()
+                self._known[key] = tuple(walk.numbers[v] for v in Generator(spec, in_memory).reads())
             except NotFusibleError:
                 self._known[key] = None
-            else:
-                self._known[key] = tuple(walk.numbers[v] for v in source.operands[: source.reads])
         found = self._known[key]
         return None if found is None else tuple(walk.values[k] for k in found)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphc.backends.fusion.indexing import Linear, Map, flatten, unflatten
+from graphc.backends.fusion.indexing import ZERO, Linear, Map, flatten, unflatten
 from graphc.ir.facts import constant, shape_of
 
 
@@ -38,7 +38,7 @@ def integers(node: ir.Node, index: int) -> list[int] | None:
 def broadcast(index: Map, shape: Sequence[int]) -> Map:
     """The index in an operand of ``shape`` that is broadcast to the element at ``index``."""
     tail = index[len(index) - len(shape) :]
-    return tuple(Linear() if size == 1 else part for part, size in zip(tail, shape, strict=True))
+    return tuple(ZERO if size == 1 else part for part, size in zip(tail, shape, strict=True))
 
 
 def identity(node: ir.Node, output: int, index: Map) -> Sequence[Piece]:
