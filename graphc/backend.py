@@ -185,6 +185,10 @@ class Backend(Capabilities, Protocol):
     name: str
     memory: Memory
 
+    def prepare_segments(self, models: Sequence[onnx.ModelProto]) -> None:
+        """Begin to compile segments, each of which :meth:`bind_segment` binds later."""
+        return
+
     def bind_segment(
         self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:

@@ -13,6 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,20 @@ from graphc.ir.facts import dtype_of
 POINTER = ll.PointerType()
 
 
+Function = Callable[[int, int, int], None]
+
+
 @dataclass(frozen=True, slots=True)
 class HostKernel:
-    """A compiled kernel.
+    """A kernel, compiled or being compiled.
 
     Attributes:
-        function: ``f(address of the array of addresses, first unit, last unit)``, which ctypes calls.
+        load: waits for ``f(address of the array of addresses, first unit, last unit)``, which ctypes calls.
         units: their number.
         elements: of a unit, for the smallest share worth a thread.
     """
 
-    function: Callable[[int, int, int], None]
+    load: Callable[[], Function]
     units: int
     elements: int
 
@@ -162,12 +166,15 @@ class Compiler:
         make = functools.partial(target.create_target_machine, cpu=wanted.name, features=wanted.features, opt=3, jit=True)
         self._machine = make()
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), make())
-        self._functions: dict[str, Callable[[int, int, int], None]] = {}
+        self._functions: dict[str, Function] = {}
+        self._awaited: dict[str, Future[bytes]] = {}
+        # LLVM takes one call at a time, and leaves the interpreter to whoever writes the next kernel's text meanwhile
+        self._behind = ThreadPoolExecutor(1, "graphc-compiler")
         self._addresses: dict[str, int] = {}
         self._version = f"{wanted.name}{wanted.features}{llvm.llvm_version_info}{_own_text()}"
 
     def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
-        """Compile a kernel, or find it.
+        """Begin to compile a kernel, or find it.
 
         Raises:
             LanguageError: the kernel uses what this target lacks.
@@ -175,11 +182,25 @@ class Compiler:
         key = f"{source.body}{[str(dtype_of(v)) for v in source.operands]}{loops}{self._version}"
         name = "k" + hashlib.sha256(key.encode()).hexdigest()[:24]
         with self._lock:
-            if name not in self._functions:
-                address = self._address(name, lambda: self._machine_code(str(module_of(source, loops, name))))
-                self._functions[name] = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(address)
+            if name not in self._functions and name not in self._awaited:
+                path = self._path(name)
+                code = read_object(path)
+                if code is not None:
+                    self._functions[name] = self._function(code, name)
+                else:
+                    text = str(module_of(source, loops, name))
+                    self._awaited[name] = self._behind.submit(self._kept, path, lambda: self._machine_code(text))
         units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
-        return HostKernel(self._functions[name], units, elements)
+        return HostKernel(functools.partial(self._load, name), units, elements)
+
+    def _load(self, name: str) -> Function:
+        with self._lock:
+            if name not in self._functions:
+                self._functions[name] = self._function(self._awaited.pop(name).result(), name)
+            return self._functions[name]
+
+    def _function(self, code: bytes, name: str) -> Function:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)(self._loaded(code, name))
 
     def name_of(self, kind: str, *key: str) -> str:
         """The name of a function by what makes it: ``key``, this processor, LLVM and this compiler."""
@@ -221,12 +242,19 @@ class Compiler:
             return self._addresses[name]
 
     def _address(self, name: str, make: Callable[[], bytes]) -> int:
-        path = cache_folder() / "host" / f"{name}.o"
+        path = self._path(name)
         code = read_object(path)
-        if code is None:
-            code = make()
-            write_object(path, code)
-        return self._loaded(code, name)
+        return self._loaded(self._kept(path, make) if code is None else code, name)
+
+    @staticmethod
+    def _path(name: str) -> Path:
+        return cache_folder() / "host" / f"{name}.o"
+
+    @staticmethod
+    def _kept(path: Path, make: Callable[[], bytes]) -> bytes:
+        code = make()
+        write_object(path, code)
+        return code
 
     def _machine_code(self, module: str) -> bytes:
         """The object file of a module."""

@@ -299,7 +299,7 @@ def _origin(name: str, names: Mapping[str, str]) -> tuple[str, str]:
 
 def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
     addresses = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
-    place, function = ctypes.addressof(addresses), compiled.function
+    place, function = ctypes.addressof(addresses), compiled.load()
     if compiled.units * compiled.elements < 2 * GRAIN or pool.threads == 1:
         alone = functools.partial(function, place, 0, compiled.units)
         return _holding(alone, addresses, arrays)

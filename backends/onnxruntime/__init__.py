@@ -29,7 +29,7 @@ try:
 
     from graphc.backends.host import segment as host
     from graphc.backends.host.language import LanguageError
-    from graphc.backends.host.shared import Scratch, shared_segment
+    from graphc.backends.host.shared import Scratch, SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
     from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
@@ -84,6 +84,7 @@ class OnnxRuntimeBackend(Backend):
         self._fuse = fuse
         self.separate = SEPARATE if fuse else None
         self._scratch = Scratch()
+        self._prepared: dict[int, tuple[onnx.ModelProto, SharedSegment | None]] = {}
         self._least = 1 if fuse_small else host.LEAST
         self._counts: dict[tuple[int, int, str], Callable[[], int]] = {}
         self._ledger = RowLedger(threads)
@@ -97,27 +98,35 @@ class OnnxRuntimeBackend(Backend):
     def holds(self, node: ir.Node) -> bool:
         return self._fuse and host.holds(node) and host.pays(node, self._least)
 
+    def prepare_segments(self, models: Sequence[onnx.ModelProto]) -> None:
+        # the compiler works on the kernels of one segment while the next is cut into kernels
+        for model in models:
+            with contextlib.suppress(Exception):  # bind_segment meets it again, and its caller names the nodes
+                self._prepared[id(model)] = model, self._parts(model)
+
+    def _parts(self, model: onnx.ModelProto) -> SharedSegment | None:
+        """The parts of a segment; None: nothing in it is computed by a kernel."""
+        if self._fuse:
+            with contextlib.suppress(LanguageError):
+                return shared_segment(model, self._least)
+        return None
+
     def bind_segment(
         self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
-        if self._fuse:
-            try:
-                found = shared_segment(model, self._least)
-                given, wanted = (
-                    {found.values[name]: array for name, array in arrays.items() if name in found.values}
-                    for arrays in (inputs, outputs)
-                )
+        _, found = self._prepared.pop(id(model), None) or (model, self._parts(model))
+        if found is not None:
+            given, wanted = (
+                {found.values[name]: array for name, array in arrays.items() if name in found.values}
+                for arrays in (inputs, outputs)
+            )
+            with contextlib.suppress(LanguageError):
                 return found.segment.bind(given, wanted, self.pool, self.bind_session, self._scratch.take, found.nodes)
-            except LanguageError:
-                model = host.in_standard_ops(model)  # nothing in it that a kernel computes
-        return self.bind_session(model, inputs, outputs)
+        return self.bind_session(host.in_standard_ops(model) if self._fuse else model, inputs, outputs)
 
     def segment_parts(self, model: onnx.ModelProto) -> Sequence[SegmentPart]:
-        if self._fuse:
-            with contextlib.suppress(LanguageError):
-                found = shared_segment(model, self._least)
-                return tuple(found.segment.described(found.nodes))
-        return ()
+        found = self._parts(model)
+        return () if found is None else tuple(found.segment.described(found.nodes))
 
     def bind_session(self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays) -> Run:
         session = self._session(model)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import onnx
 
 from graphc.backend import Backend
 from graphc.device import Run
@@ -32,6 +35,12 @@ class StepBinder:
     updates: Updates
     turn: MicroBatchCursor
     check: Check | None
+    _models: dict[int, onnx.ModelProto] = field(default_factory=dict)
+
+    def prepare(self, steps: Sequence[PlanStep]) -> None:
+        """Let the backend begin to compile the segments among ``steps``."""
+        self._models.update((id(step), segment_model(step)) for step in steps if step.kind == "segment")
+        self.backend.prepare_segments(list(self._models.values()))
 
     def bind(self, step: PlanStep) -> Run | None:
         """A closure that runs ``step``; None where nothing is to be done.
@@ -58,7 +67,7 @@ class StepBinder:
         array, backend = self.places.array, self.backend
         if step.kind == "segment":
             return backend.bind_segment(
-                segment_model(step),
+                self._models.pop(id(step), None) or segment_model(step),
                 {v.name or "": self.places.within_reach(v) for v in step.inputs},
                 {v.name or "": array(v) for v in step.outputs},
                 reusable_buffers=self.places.reusable_buffers,

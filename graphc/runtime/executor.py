@@ -99,6 +99,7 @@ class Executor:
         self.index_ranges = index_ranges(plan.model.graph)
         self.inputs = places.inputs
         self.outputs = places.outputs
+        binder.prepare(plan.steps)
         bound: list[_Bound] = []
         for k, step in enumerate(plan.steps):
             if step.group is not None and owns_nothing(step.group):
