@@ -114,7 +114,8 @@ class OnnxRuntimeBackend(Backend):
     def bind_segment(
         self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays, *, reusable_buffers: Sequence[Array] = ()
     ) -> Run:
-        _, found = self._prepared.pop(id(model), None) or (model, self._parts(model))
+        prepared = self._prepared.pop(id(model), None)
+        found = self._parts(model) if prepared is None else prepared[1]
         if found is not None:
             given, wanted = (
                 {found.values[name]: array for name, array in arrays.items() if name in found.values}

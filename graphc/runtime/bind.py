@@ -66,8 +66,9 @@ class StepBinder:
     def _bound(self, step: PlanStep) -> Run | None:
         array, backend = self.places.array, self.backend
         if step.kind == "segment":
+            model = self._models.pop(id(step), None)
             return backend.bind_segment(
-                self._models.pop(id(step), None) or segment_model(step),
+                segment_model(step) if model is None else model,
                 {v.name or "": self.places.within_reach(v) for v in step.inputs},
                 {v.name or "": array(v) for v in step.outputs},
                 reusable_buffers=self.places.reusable_buffers,
