@@ -24,7 +24,7 @@ import numpy as np
 
 from graphc.backends.host.compiler import compiler
 from graphc.backends.host.processor import processor
-from graphc.backends.onnxruntime.kernels.jit import NumbaFunction, numba_package, sources_digest
+from graphc.backends.onnxruntime.kernels.jit import NumbaFunction, numba_package
 from graphc.errors import InternalError
 
 _HERE = Path(__file__).parent
@@ -102,8 +102,19 @@ def identity_of(function: NumbaFunction, kinds: Sequence[str]) -> str | None:
     if not place.is_file():
         return None
     options = sorted((key, sorted(value) if isinstance(value, set) else value) for key, value in function.targetoptions.items())
-    sources = sources_digest(_HERE if place.is_relative_to(_HERE) else _package(place))
+    sources = _sources(_HERE if place.is_relative_to(_HERE) else _package(place))
     return f"{inner.__module__}.{inner.__qualname__} {around} {options} {sources} {' '.join(kinds)}"
+
+
+@functools.cache
+def _sources(folder: Path) -> str:
+    """A digest of the sources below a folder, as this process first found them.
+
+    Machine code holds functions of other files than the kernel's, and must not outlive a change of theirs. No file
+    beside this one holds a kernel; this one holds the adapter.
+    """
+    files = [*sorted(folder.glob("*/**/*.py" if folder == _HERE else "**/*.py")), Path(__file__)]
+    return hashlib.sha256(b"\0".join(f.name.encode() + f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 def _package(file: Path) -> Path:

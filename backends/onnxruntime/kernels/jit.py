@@ -10,30 +10,17 @@ earlier start has left (:mod:`graphc.backends.onnxruntime.machine_code`).
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import threadpoolctl
 
 from graphc.backends.host.processor import processor
-from graphc.cache_folder import cache_folder
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
 _FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
-
-
-@functools.cache
-def sources_digest(folder: Path) -> str:
-    """A digest of all Python sources below a folder, as this process first found them.
-
-    The machine code of a kernel holds functions of other files too, and must not outlive a change of theirs.
-    """
-    files = sorted(folder.rglob("*.py"))
-    return hashlib.sha256(b"\0".join(str(f.relative_to(folder)).encode() + f.read_bytes() for f in files)).hexdigest()[:16]
 
 
 @functools.cache
@@ -43,9 +30,6 @@ def numba_package() -> Any:
 
     if processor().chosen:
         numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor().name, processor().features  # type: ignore[attr-defined]
-    if not os.environ.get("NUMBA_CACHE_DIR"):
-        # Numba's own choice, a folder beside this file or among the temporary ones, may belong to somebody else.
-        numba.config.CACHE_DIR = str(cache_folder() / "numba" / sources_digest(Path(__file__).parents[1]))  # type: ignore[attr-defined]
     return numba
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from graphc.backends.onnxruntime.kernels import jit
 
 KERNEL = """
 import sys
@@ -51,9 +48,3 @@ def test_a_second_start_needs_no_numba_until_a_function_of_another_file_changes(
     assert process() == "[3.0, 3.0, 3.0] True"
     (folder / "inner.py").write_text((folder / "inner.py").read_text().replace("x * 2", "x * 20"))
     assert process() == "[21.0, 21.0, 21.0] True"
-
-
-@pytest.mark.skipif("NUMBA_CACHE_DIR" in os.environ, reason="the user chose the folder")
-def test_the_folder_of_kernels_belongs_to_these_sources() -> None:
-    digest = jit.sources_digest(Path(jit.__file__).parents[1])
-    assert Path(jit.numba_package().config.CACHE_DIR).name == digest
