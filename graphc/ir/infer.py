@@ -106,19 +106,20 @@ def _key(
         if known is not None and known.size <= (CONSTANT_LIMIT if known.dtype.kind in "iub" else 16):
             parts.append((_number(value.dtype), known.shape, known.tobytes()))
         else:
-            kind = value.type
-            parts.append((int(kind.dtype) if type(kind) is ir.TensorType else str(kind), dims(value)))
+            held = value.type
+            parts.append((int(held.dtype) if type(held) is ir.TensorType else str(held), dims(value)))
     for name in sorted(attributes):
         attr = attributes[name]
-        if attr.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+        kind = attr.type
+        if kind is ir.AttributeType.GRAPH or kind is ir.AttributeType.GRAPHS:
             return None
-        if attr.type == ir.AttributeType.TENSOR:
+        if kind is ir.AttributeType.TENSOR:
             tensor = attr.value  # as_tensor() checks that slowly
             if tensor.size > 64 or tensor.dtype == ir.DataType.STRING:
                 return None
             parts.append((name, int(tensor.dtype), tuple(tensor.shape), tensor.numpy().tobytes()))
         else:
-            parts.append((name, int(attr.type), str(attr.value)))
+            parts.append((name, int(kind), str(attr.value)))
     return tuple(parts)
 
 

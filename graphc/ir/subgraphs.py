@@ -25,7 +25,7 @@ CONTROL = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 def bodies(node: ir.Node) -> Sequence[ir.Graph]:
     """The subgraphs that are attributes of ``node``."""
     found: list[ir.Graph] = []
-    for attr in node.attributes.values():
+    for attr in node.attributes.data.values():  # of the plain dict: every walk over a graph comes here for every node
         kind = attr.type
         if kind is ir.AttributeType.GRAPH and not attr.is_ref():
             found.append(attr.as_graph())

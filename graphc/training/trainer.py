@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import graphc
 from graphc.backend import make_backend
-from graphc.compiler import Program
+from graphc.compiler import Program, collection_paused
 from graphc.data import Shards
 from graphc.device import Array
 from graphc.distributed.choose import open_communicator
@@ -119,8 +119,9 @@ class Trainer:
         if sums_by_tree(graph):
             threads = 1  # the number of threads changes the order of summation
         same = DETERMINISTIC in program.model.metadata_props or sums_by_tree(graph)
-        self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
-        self.program = program = replace(program, model=adapted(program.model, self.backend))
+        with collection_paused():  # modules and graphs that stay, which the collector would traverse
+            self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
+            self.program = program = replace(program, model=adapted(program.model, self.backend))
         per_node = workers_per_node(program.arguments) if not self.servers and mesh.node == 1 else None
         if per_node is not None:
             mesh = mesh.split(workers_of_a_machine(self.comm) if isinstance(per_node, str) else per_node)
