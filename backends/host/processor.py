@@ -62,5 +62,19 @@ def processor() -> Processor:
     return Processor(llvm.get_host_cpu_name(), features.flatten(), lanes, next(fitting, None), False)
 
 
+def check_runs_here() -> None:
+    """Check whether code for :func:`processor` runs on this machine.
+
+    Raises:
+        UsageError: ``GRAPHC_PROCESSOR`` names a level of instructions that this processor lacks.
+    """
+    wanted, features = processor(), llvm.get_host_cpu_features()
+    missing = [name for name in LEVELS.get(wanted.name, ()) if not features.get(name)]
+    if wanted.chosen and missing:
+        raise UsageError(
+            f"GRAPHC_PROCESSOR={wanted.name} needs what this processor lacks ({', '.join(missing)}); name a lower level"
+        )
+
+
 def _lanes(wide: bool) -> int:
     return 16 if wide else 8

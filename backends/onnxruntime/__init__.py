@@ -29,6 +29,7 @@ try:
 
     from graphc.backends.host import segment as host
     from graphc.backends.host.language import LanguageError
+    from graphc.backends.host.processor import check_runs_here
     from graphc.backends.host.shared import Scratch, SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
@@ -78,6 +79,7 @@ class OnnxRuntimeBackend(Backend):
     name = "onnxruntime"
 
     def __init__(self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False) -> None:
+        check_runs_here()
         self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)

@@ -107,3 +107,17 @@ def _is_made() -> bool:
 def test_a_first_start_needs_neither_numba_nor_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path / "cache"))
     assert _run(TRAINING, str(tmp_path / "m.onnx")) == "True False False"
+
+
+@pytest.mark.full  # a process that starts
+@pytest.mark.parametrize("level", ["x86-64-v9", "x86-64-v4"])
+def test_a_level_that_cannot_be_had_is_refused(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if processor().level == level:
+        pytest.skip("this processor has it")
+    monkeypatch.setenv("GRAPHC_PROCESSOR", level)
+    found = subprocess.run(
+        [sys.executable, "-c", "from graphc.backend import BACKENDS; BACKENDS['onnxruntime'](threads=1)"],
+        capture_output=True,
+        text=True,
+    )
+    assert f"UsageError: GRAPHC_PROCESSOR={level}" in found.stderr
