@@ -28,7 +28,7 @@ $(KERNELS): $(BASE) backends/onnxruntime/kernels.txt $(shell find backends/onnxr
 
 setup: $(STAMP) $(KERNELS)  ## create .venv with everything that development needs
 
-kernels: $(KERNELS)  ## compile native kernels ahead of time, which takes a minute and 5 to 15 s off the first step of a machine
+kernels: $(KERNELS)  ## compile native kernels ahead of time, which takes a minute and 3 to 11 s off the first step of a machine
 
 wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-64
 	$(BIN)/python -m graphc.backends.onnxruntime.ahead --all

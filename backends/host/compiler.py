@@ -170,8 +170,13 @@ class Compiler:
         self._awaited: dict[str, Future[bytes]] = {}
         # LLVM takes one call at a time, and leaves the interpreter to whoever writes the next kernel's text meanwhile
         self._behind = ThreadPoolExecutor(1, "graphc-compiler")
+        os.register_at_fork(after_in_child=self._begin_again)
         self._addresses: dict[str, int] = {}
         self._version = f"{wanted.name}{wanted.features}{llvm.llvm_version_info}{_own_text()}"
+
+    def _begin_again(self) -> None:
+        """Start another thread: a forked process has none of its parent's."""
+        self._behind = ThreadPoolExecutor(1, "graphc-compiler")
 
     def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
         """Begin to compile a kernel, or find it.
@@ -196,7 +201,8 @@ class Compiler:
     def _load(self, name: str) -> Function:
         with self._lock:
             if name not in self._functions:
-                self._functions[name] = self._function(self._awaited.pop(name).result(), name)
+                self._functions[name] = self._function(self._awaited[name].result(), name)
+                del self._awaited[name]
             return self._functions[name]
 
     def _function(self, code: bytes, name: str) -> Function:

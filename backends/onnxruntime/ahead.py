@@ -24,7 +24,10 @@ from graphc.backends.host.processor import LEVELS, processor
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.kernels.products import open_blas
 from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of, object_of
-from graphc.errors import InternalError
+from graphc.errors import InternalError, UsageError
+
+MOST = 8
+"""Processes at most; each imports Numba, which takes seconds."""
 
 LIST = Path(__file__).parent / "kernels.txt"
 
@@ -50,7 +53,7 @@ def main() -> int:
     for path in AHEAD.glob("*/*.o"):
         if path.stem not in names:  # of other sources
             path.unlink(missing_ok=True)
-    count = os.cpu_count() or 1
+    count = min(os.cpu_count() or 1, MOST)
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         codes = list(pool.map(_child, *zip(*((str(level), k, count) for level in levels for k in range(count)), strict=True)))
     for level in levels:
@@ -99,7 +102,9 @@ def _share(share: int, count: int) -> int:
         try:
             if not path.exists():
                 write_object(path, object_of(function, kinds, name))
-        except InternalError as error:
+                if not path.exists():
+                    raise UsageError(f"{path.parent} cannot be written")
+        except (InternalError, UsageError) as error:
             failed = 1
             print(f"{function.place} {' '.join(kinds)}: {error}", file=sys.stderr)
     return failed

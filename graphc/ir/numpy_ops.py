@@ -26,7 +26,13 @@ def compute_directly(node: ir.Node, arrays: Sequence[np.ndarray | None]) -> np.n
         return None
     try:
         found = formula(given, node.attributes)
-    except (ValueError, TypeError, IndexError):  # operands that do not fit together
+    except (
+        ValueError,
+        TypeError,
+        IndexError,
+        ArithmeticError,
+        MemoryError,
+    ):  # operands that do not fit together, or a step of 0
         return None
     return None if found is None or found.dtype not in TYPES else np.asarray(found)
 

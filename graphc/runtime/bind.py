@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +40,10 @@ class StepBinder:
 
     def prepare(self, steps: Sequence[PlanStep]) -> None:
         """Let the backend begin to compile the segments among ``steps``."""
-        self._models.update((id(step), segment_model(step)) for step in steps if step.kind == "segment")
+        for step in steps:
+            if step.kind == "segment":
+                with contextlib.suppress(Exception):  # bind meets it again, and names the nodes
+                    self._models[id(step)] = segment_model(step)
         self.backend.prepare_segments(list(self._models.values()))
 
     def bind(self, step: PlanStep) -> Run | None:

@@ -76,6 +76,7 @@ def test_same_bits_as_the_reference(op: str, arrays: list[np.ndarray], attribute
         ("Squeeze", [X, np.array([0])]),
         ("Where", [N, X, X]),
         ("Range", [np.array(0.0, F32), np.array(1.0, F32), np.array(0.1, F32)]),
+        ("Range", [np.array(0), np.array(5), np.array(0)]),  # with a step of 0
         ("Sin", [X]),
         ("Squeeze", [X[None], None]),
     ],

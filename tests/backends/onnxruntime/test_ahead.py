@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from graphc.backends.host.processor import processor
 from graphc.backends.onnxruntime.ahead import LIST, function_of
+from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of
 
 LINES = LIST.read_text().splitlines()
@@ -77,6 +79,18 @@ def _run(script: str, *arguments: str) -> str:
 def test_every_listed_kernel_is_of_this_version() -> None:
     assert sorted(set(LINES)) == LINES
     assert [line for line in LINES if function_of(line) is None] == []
+
+
+def test_kernels_name_nothing_that_their_digest_does_not_cover() -> None:
+    for module in {function.py_func.__module__ for line in LINES if (function := function_of(line)) is not None}:
+        tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        apart = [node for node in imports if node.module and not node.module.startswith("graphc.backends.onnxruntime")]
+        foreign = {name.asname or name.name for node in apart for name in node.names}
+        kernels = [held for held in vars(sys.modules[module]).values() if isinstance(held, NumbaFunction)]
+        for kernel in kernels:
+            if kernel.py_func.__module__ == module:
+                assert not foreign & set(kernel.py_func.__code__.co_names), kernel.place
 
 
 @pytest.mark.full  # four processes, two of which compile
