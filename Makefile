@@ -30,7 +30,7 @@ setup: $(STAMP) $(KERNELS)  ## create .venv with everything that development nee
 
 kernels: $(KERNELS)  ## compile native kernels ahead of time, which takes a minute and 3 to 11 s off the first step of a machine
 
-wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-64
+wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-64 under Linux
 	$(BIN)/python -m graphc.backends.onnxruntime.ahead --all
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 

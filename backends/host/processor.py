@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
@@ -21,6 +22,8 @@ LEVELS = {
 }
 """Instructions of each level of x86-64 that code is made for ahead of time (psABI's names), the highest first."""
 
+_LINUX = sys.platform == "linux"
+
 
 @dataclass(frozen=True, slots=True)
 class Processor:
@@ -29,7 +32,8 @@ class Processor:
     Attributes:
         name, features: as LLVM spells them.
         lanes: float32 numbers in a vector; two registers where these hold four.
-        level: whose code runs here, with vectors of as many lanes; None: none of :data:`LEVELS`.
+        level: whose code runs here, with vectors of as many lanes; None: none of :data:`LEVELS`, or not under Linux, for which
+            code is made ahead of time.
         chosen: by the user, who may compile for another machine.
     """
 
@@ -51,15 +55,12 @@ def processor() -> Processor:
     if level:
         if level not in LEVELS:
             raise UsageError(f"GRAPHC_PROCESSOR={level} is no level that graphc knows; there are {', '.join(LEVELS)}")
-        return Processor(
-            level, ",".join(f"+{feature}" for feature in LEVELS[level]), _lanes("avx512f" in LEVELS[level]), level, True
-        )
-    features = llvm.get_host_cpu_features()
-    lanes = _lanes(bool(features.get("avx512f")))
-    fitting = (
-        name for name, needed in LEVELS.items() if all(features.get(f) for f in needed) and _lanes("avx512f" in needed) == lanes
-    )
-    return Processor(llvm.get_host_cpu_name(), features.flatten(), lanes, next(fitting, None), False)
+        features = ",".join(f"+{feature}" for feature in LEVELS[level])
+        return Processor(level, features, _lanes("avx512f" in LEVELS[level]), level if _LINUX else None, True)
+    found = llvm.get_host_cpu_features()
+    lanes = _lanes(bool(found.get("avx512f")))
+    fitting = (name for name, needed in LEVELS.items() if all(map(found.get, needed)) and _lanes("avx512f" in needed) == lanes)
+    return Processor(llvm.get_host_cpu_name(), found.flatten(), lanes, next(fitting, None) if _LINUX else None, False)
 
 
 def check_runs_here() -> None:
