@@ -31,12 +31,13 @@ _START, _BATCH, _HEAD, _ROW = range(4)
 
 
 def _fits(node: ir.Node) -> bool:
-    """Whether the kernel takes this node: no empty operand, no dropout, and contiguous rows of head elements."""
+    """Whether the kernel takes this node: no empty operand, contiguous rows of head elements, a float32 mask of a dropout."""
     backward = node.op_type.endswith("Grad")
     layout = node.attributes.get_string("layout", "bhtd,bhtd,bhtd->bhtd")
     shapes = [static_dims(v) for v in (*node.inputs, *node.outputs) if v is not None]
     mask = node.inputs[4 if backward else 3] if len(node.inputs) > 3 else None
-    if len(node.inputs) > (7 if backward else 4):
+    keep = optional(node.inputs, 7 if backward else 4)
+    if keep is not None and keep.dtype != ir.DataType.FLOAT:
         return False
     if any(not axes.endswith("d") for axes in operand_axes(layout)) or any(s is None or 0 in s for s in shapes):
         return False
@@ -56,6 +57,7 @@ class _Heads:
     bias: Array
     seen: Array
     numbers: Array
+    keep: Array
     causal: bool
     probabilities: bool
 
@@ -65,10 +67,12 @@ class _Heads:
 
     @property
     def masks(self) -> tuple[Any, ...]:
-        return self.bias, self.seen, self.causal, self.probabilities
+        return self.bias, self.seen, self.keep, self.causal, self.probabilities
 
 
-def _heads(k: Binding, q: Array, key: Array, value: Array, mask: Array | None, others: list[tuple[Array, str]]) -> _Heads:
+def _heads(
+    k: Binding, q: Array, key: Array, value: Array, mask: Array | None, keep: Array | None, others: list[tuple[Array, str]]
+) -> _Heads:
     axes = operand_axes(k.attributes["layout"])
     operands = [(q, axes[0]), (key, axes[1]), (value, axes[2]), *others]
     table = np.array([_place(array, layout) for array, layout in operands], dtype=np.int64)
@@ -84,11 +88,11 @@ def _heads(k: Binding, q: Array, key: Array, value: Array, mask: Array | None, o
         else:
             bias = mask.reshape(-1)
     table = np.concatenate([table, np.array([steps], dtype=np.int64)])
-    numbers = np.array([k.attributes["scale"], 1.0, 0.0], dtype=np.float32)
+    numbers = np.array([k.attributes["scale"], 1.0, 0.0, k.attributes["factor"]], dtype=np.float32)
+    kept = np.empty((0, 1), dtype=np.float32) if keep is None else keep.reshape(-1, keep.shape[-1])
     flat = [array.reshape(-1) for array, _ in operands]
-    return _Heads(
-        flat, table, shape, bias, seen, numbers, bool(k.attributes["causal"]), k.attributes["saves"] == "probabilities"
-    )
+    probabilities = k.attributes["saves"] == "probabilities"
+    return _Heads(flat, table, shape, bias, seen, numbers, kept, bool(k.attributes["causal"]), probabilities)
 
 
 def _sizes(array: Array, axes: str) -> dict[str, int]:
@@ -111,11 +115,12 @@ def _rows(queries: int, keys: int, causal: bool) -> int:
 
 @kernel("onnxruntime", "graphc::ScaledDotProductAttention", when=_fits)
 def scaled_dot_product_attention(k: Binding) -> Run:
-    """y = p·v, p = softmax(scale·q·kᵀ + mask)"""
+    """y = (p ∘ keep)·v, p = softmax(scale·q·kᵀ + mask)"""
     open_blas()
     q, key, value = given(k.inputs, 3)
     y, saved = given(k.outputs, 2)
-    heads = _heads(k, q, key, value, optional(k.inputs, 3), [(y, operand_axes(k.attributes["layout"])[3])])
+    mask, keep = optional(k.inputs, 3), optional(k.inputs, 4)
+    heads = _heads(k, q, key, value, mask, keep, [(y, operand_axes(k.attributes["layout"])[3])])
     batch, count, _, queries, keys = (int(n) for n in heads.shape[:5])
     parts, rows = min(k.pool.threads, batch * count), _rows(queries, keys, heads.causal)
     scratch = np.empty((parts, rows, keys), dtype=np.float32)
@@ -125,7 +130,7 @@ def scaled_dot_product_attention(k: Binding) -> Run:
 
 
 @jit
-def _forward(q, k, v, y, saved, bias, seen, causal, probabilities, table, shape, numbers, scratch, start, stop):
+def _forward(q, k, v, y, saved, bias, seen, keep, causal, probabilities, table, shape, numbers, scratch, start, stop):
     batch, heads, key_heads, queries, keys, size, width = shape
     parts, block = scratch.shape[0], scratch.shape[1]
     scale, one, zero = numbers.ctypes.data, numbers.ctypes.data + 4, numbers.ctypes.data + 8
@@ -156,9 +161,10 @@ def _forward(q, k, v, y, saved, bias, seen, causal, probabilities, table, shape,
                         row[own:] = np.float32(0.0)
                     if not probabilities:
                         saved[item * queries + first + r, 0] = top + np.float32(math.log(total))
-                product(
-                    False, False, count, width, limit, one, tile.ctypes.data, keys, at_v, table[2, 3], zero, row_y, table[3, 3]
-                )
+                    if keep.size > 0:
+                        _drop(scratch[part, r, :limit], row, keep[item * queries + first + r], numbers[3], probabilities)
+                at_tile = scratch[part].ctypes.data if keep.size > 0 else tile.ctypes.data
+                product(False, False, count, width, limit, one, at_tile, keys, at_v, table[2, 3], zero, row_y, table[3, 3])
 
 
 @jit
@@ -201,9 +207,20 @@ def _softmax(row, own):
     return top, total
 
 
+@jit
+def _drop(out, row, keep, factor, apart):
+    """out = row · factor · keep; unless ``apart``, out and row are one, and LLVM knows it."""
+    if apart:
+        for c in range(out.size):
+            out[c] = row[c] * (factor * keep[c])
+    else:
+        for c in range(out.size):
+            out[c] *= factor * keep[c]
+
+
 @kernel("onnxruntime", "graphc::ScaledDotProductAttentionGrad", when=_fits)
 def scaled_dot_product_attention_grad(k: Binding) -> Run:
-    """∂v = pᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dy·y), dp = dy·vᵀ"""
+    """∂v = (p ∘ keep)ᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dy·y), dp = keep ∘ dy·vᵀ"""
     open_blas()
     dy, q, key, value = given(k.inputs, 4)
     y, saved = given(k.inputs[5:], 2)
@@ -212,7 +229,7 @@ def scaled_dot_product_attention_grad(k: Binding) -> Run:
     whole = next((gradients[i] for i in gradients if packed(axes[i]) is not None), None)
     targets = [(gradients.get(i, whole), axes[i]) for i in range(3)]
     others = [(y, axes[3]), (dy, axes[3]), *((array, layout) for array, layout in targets if array is not None)]
-    heads = _heads(k, q, key, value, k.inputs[4], others)
+    heads = _heads(k, q, key, value, k.inputs[4], optional(k.inputs, 7), others)
     batch, _, key_heads, queries, keys = (int(n) for n in heads.shape[:5])
     parts, rows = min(k.pool.threads, batch * key_heads), _rows(queries, keys, heads.causal)
     scratch = np.empty((parts, 2, rows, keys), dtype=np.float32)
@@ -223,7 +240,7 @@ def scaled_dot_product_attention_grad(k: Binding) -> Run:
 
 @jit
 def _backward(
-    q, k, v, y, dy, dq, dk, dv, saved, bias, seen, causal, probabilities, table, shape, numbers, scratch, start, stop
+    q, k, v, y, dy, dq, dk, dv, saved, bias, seen, keep, causal, probabilities, table, shape, numbers, scratch, start, stop
 ):
     batch, heads, key_heads, queries, keys, size, width = shape
     parts, block = scratch.shape[0], scratch.shape[2]
@@ -262,14 +279,21 @@ def _backward(
                             if table[8, 0] >= 0:
                                 _mask(row[:own], bias, seen, table[8], b, h, first + r)
                             _again(row, own, saved[begin + r, 0])
-                    at_tile = tile.ctypes.data
                     product(False, True, count, limit, width, one, row_dy, table[4, 3], at_v, table[2, 3], zero, at_ds, keys)
-                    product(
-                        True, False, limit, width, count, one, at_tile, keys, row_dy, table[4, 3], so_far, at_dv, table[7, 3]
-                    )
+                    shares, kept = tile, keep[:0]
+                    if keep.size > 0:
+                        kept, shares = keep[begin : begin + count], scratch[part, 1]
+                        for r in range(count):
+                            _drop(ds[r, :limit], ds[r], kept[r], numbers[3], False)
                     start_y = table[3, 0] + b * table[3, 1] + h * table[3, 2] + first * table[3, 3]
                     start_dy = table[4, 0] + b * table[4, 1] + h * table[4, 2] + first * table[4, 3]
                     _score_gradient(ds, tile, count, limit, y, start_y, table[3, 3], dy, start_dy, table[4, 3], width)
+                    for r in range(len(kept)):
+                        _drop(shares[r, :limit], tile[r], kept[r], numbers[3], probabilities)
+                    at_tile = shares.ctypes.data
+                    product(
+                        True, False, limit, width, count, one, at_tile, keys, row_dy, table[4, 3], so_far, at_dv, table[7, 3]
+                    )
                     product(False, False, count, size, limit, scale, at_ds, keys, at_k, table[1, 3], zero, row_dq, table[5, 3])
                     product(True, False, limit, size, count, scale, at_ds, keys, row_q, table[0, 3], so_far, at_dk, table[6, 3])
                     so_far = one

@@ -90,10 +90,12 @@ CASES: Mapping[str, Sequence[Case]] = {
         for mask, causal, saves in [
             (None, 1, "probabilities"), (f(2, 1, 5, 7), 0, "logsumexp"), (rng.random((5, 7)) > 0.3, 1, "logsumexp")
         ]
-    ],
+    ] + [c(*HEADS, None, f(2, 3, 5, 7), scale=0.5, saves=saves) for saves in ("probabilities", "logsumexp")],
     "graphc::ScaledDotProductAttentionGrad": [
         c(f(2, 3, 5, 6), *HEADS, None, f(2, 3, 5, 6), f(2, 3, 5, 7), scale=0.5, causal=1, layout=LAYOUT),
         c(f(2, 3, 5, 6), *HEADS, f(2, 1, 5, 7), f(2, 3, 5, 6), f(2, 3, 5), scale=0.5, saves="logsumexp", layout=LAYOUT),
+        c(f(2, 3, 5, 6), *HEADS, None, f(2, 3, 5, 6), f(2, 3, 5, 7), f(2, 3, 5, 7), scale=0.5, layout=LAYOUT),
+        c(f(2, 3, 5, 6), *HEADS, None, f(2, 3, 5, 6), f(2, 3, 5), f(2, 3, 5, 7), scale=0.5, saves="logsumexp", layout=LAYOUT),
     ],
     "Conv": [
         c(f(2, 4, 9, 7), f(6, 2, 3, 2), f(6), group=2, **WINDOW),

@@ -200,9 +200,16 @@ def test_attention(case: tuple[Any, ...], causal: int, saves: str, pool: ThreadP
     first = next((x for x, a in zip(made, axes, strict=True) if packed(a) is not None), None)
     q, k, v = (x if packed(a) is None else first for x, a in zip(made[:3], axes, strict=False))
     attributes = {"scale": 0.3, "causal": causal, "layout": layout, "saves": saves}
-    compare("graphc::ScaledDotProductAttention", [q, k, v, mask], attributes, pool)
-    y, saved = reference("graphc::ScaledDotProductAttention", [q, k, v, mask], attributes)
-    compare("graphc::ScaledDotProductAttentionGrad", [made[3], q, k, v, mask, y, saved], attributes, pool)
+    drawn = np.random.default_rng(1).random((2, heads, queries, keys)) < 0.7
+    for keep, factor in (
+        (None, 1.0),
+        (np.where(drawn, np.float32(1 / 0.7), np.float32(0)), 1.0),
+        (drawn.astype(np.float32), 1 / 0.7),
+    ):
+        options, kept = {**attributes, "factor": factor}, [] if keep is None else [keep]
+        compare("graphc::ScaledDotProductAttention", [q, k, v, mask, *kept], options, pool)
+        y, saved = reference("graphc::ScaledDotProductAttention", [q, k, v, mask, *kept], options)
+        compare("graphc::ScaledDotProductAttentionGrad", [made[3], q, k, v, mask, y, saved, *kept], options, pool)
 
 
 @pytest.mark.full
