@@ -126,6 +126,8 @@ class HostSegment:
         key = key_of(node.domain, node.op_type)
         if node.op_type in self._refused or not is_expression(node) or (op_kernel(node).element and key not in ELEMENTS):
             return True
+        if key == "Concat" and _has_many_pieces(node):
+            return True
         return any(v.dtype not in _TYPES for v in (*node.inputs, *node.outputs) if v is not None)
 
     def _kernel(self, kernel: FusedKernel, memory: set[ir.Value]) -> KernelPart:
@@ -271,6 +273,16 @@ def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
     propagate(graph)
     sweep(graph)
     return graph
+
+
+def _has_many_pieces(node: ir.Node) -> bool:
+    """Whether a kernel would take longer to find the operand of each element of a Concat than another runtime to copy them.
+
+    LLVM makes vectors of a choice of two; of more it makes branches, which are predicted where an operand has long pieces.
+    """
+    axis = node.attributes.get_int("axis", 0)
+    pieces = [math.prod(shape_of(v)[axis:]) for v in node.inputs if v is not None]
+    return len(pieces) > 4 or (len(pieces) > 2 and max(pieces) < 1024)
 
 
 def _is_composite(node: ir.Node) -> bool:

@@ -22,6 +22,10 @@ from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError
 from graphc.gradient import key_of
 from graphc.ir.declare import declaration_of
+from graphc.ir.facts import static_dims
+from graphc.ir.infer import propagate
+from graphc.ir.subgraphs import bodies
+from graphc.plan import node_costs
 from graphc.plan.half_precision import HALVES
 
 try:
@@ -62,6 +66,13 @@ A fused segment costs no more than a kernel inside one.
 COUNTS = 256
 """Arrays whose checks for NaN and infinity stay bound."""
 
+ALONE = 1 << 22
+"""Cost of a node, in bytes (:mod:`graphc.plan.node_costs`), below which its session stays in the calling thread.
+
+Such a node takes less than half a millisecond. Every session has threads of its own, which sleep between its runs; to wake one
+took up to 4 ms, a turn of the system's scheduler, on two cores.
+"""
+
 UNEVEN = ["MatMulScaleFusion"]
 """Graph optimisations whose results depend on where a segment ends; recomputed values must have the same bits."""
 
@@ -83,6 +94,7 @@ class OnnxRuntimeBackend(Backend):
         self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads)
         self._options = session_options(threads, spin)
+        self._alone = session_options(1, spin=False)
         self._fuse = fuse
         self.separate = SEPARATE if fuse else None
         self._scratch = Scratch()
@@ -180,7 +192,8 @@ class OnnxRuntimeBackend(Backend):
         key = hashlib.sha256(text).digest()
         found = self._sessions.get(key)
         if found is None:
-            found = self._sessions[key] = make_session(model, self._options, [("CPUExecutionProvider", {})])
+            options = self._options if self.pool.threads > 1 and _is_worth_threads(model) else self._alone
+            found = self._sessions[key] = make_session(model, options, [("CPUExecutionProvider", {})])
         return found
 
     def bind_kernel(
@@ -237,6 +250,16 @@ def failed(error: Exception) -> ExecutionError:
         return ExecutionError(f"a segment failed in onnxruntime: {text.strip()}")
     op, name, reason = found.groups()
     return ExecutionError(f"{op} {name!r} failed: {_SOURCE.sub('', reason).strip()}", op=op, node=name)
+
+
+def _is_worth_threads(model: onnx.ModelProto) -> bool:
+    """Whether a node of a segment takes long enough for several threads, or may, since its shapes depend on data."""
+    graph = ir.from_proto(model).graph
+    propagate(graph)
+    return any(
+        bodies(node) or any(static_dims(v) is None for v in node.outputs) or node_costs.seconds(node, batch=1) >= ALONE
+        for node in graph
+    )
 
 
 def _ops(model: onnx.ModelProto) -> str:

@@ -36,7 +36,7 @@ def _fits(node: ir.Node) -> bool:
     layout = node.attributes.get_string("layout", "bhtd,bhtd,bhtd->bhtd")
     shapes = [static_dims(v) for v in (*node.inputs, *node.outputs) if v is not None]
     mask = node.inputs[4 if backward else 3] if len(node.inputs) > 3 else None
-    keep = optional(node.inputs, 7 if backward else 4)
+    keep = (*node.inputs, *[None] * 8)[7 if backward else 4]
     if keep is not None and keep.dtype != ir.DataType.FLOAT:
         return False
     if any(not axes.endswith("d") for axes in operand_axes(layout)) or any(s is None or 0 in s for s in shapes):

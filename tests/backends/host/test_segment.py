@@ -210,6 +210,41 @@ def test_little_arithmetic_is_left_to_onnxruntime_unless_asked_for() -> None:
     assert parts(":fuse_small=true", 20) == ["kernel"]
 
 
+@pytest.mark.parametrize(
+    ("pieces", "length", "first"),
+    [(2, 8, "kernel"), (3, 8, "onnxruntime"), (4, 2048, "kernel"), (5, 2048, "onnxruntime")],
+)
+def test_a_concat_of_many_short_pieces_is_copied_by_onnxruntime(pieces: int, length: int, first: str, backend: Backend) -> None:
+    rows = 1 << 15 if length < 100 else 16
+    names = [f"x{k}" for k in range(pieces)]
+    inputs = ", ".join(f"float[{rows},{length}] {name}" for name in names)
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 21]> g ({inputs}) => (float[{rows},{pieces * length}] y) '
+        f"{{ c = Concat<axis = 1>({', '.join(names)}) y = Mul(c, c) }}"
+    )
+    model = onnx.shape_inference.infer_shapes(model)
+    assert [part.runs for part in backend.segment_parts(model)] == list(dict.fromkeys([first, "kernel"]))
+    arrays = [np.random.default_rng(k).standard_normal((rows, length)).astype(np.float32) for k in range(pieces)]
+    y = np.zeros((rows, pieces * length), np.float32)
+    backend.bind_segment(model, dict(zip(names, arrays, strict=True)), {"y": y})()
+    np.testing.assert_array_equal(y, np.concatenate(arrays, axis=1) ** 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads where Linux lists them")
+def test_a_segment_of_small_nodes_starts_no_threads(backend: Backend) -> None:
+    def started(size: int) -> int:
+        model = text("y = MatMul(x, x)", f"{size},{size}")
+        x, y = np.eye(size, dtype=np.float32), np.zeros((size, size), np.float32)
+        before = len(list(Path("/proc/self/task").iterdir()))
+        run = backend.bind_segment(model, {"x": x}, {"y": y})
+        run()
+        np.testing.assert_array_equal(x, y)
+        return len(list(Path("/proc/self/task").iterdir())) - before
+
+    assert started(64) == 0
+    assert started(1024) == 1  # the backend has two threads; the second one of the session
+
+
 LAYERS = [("", ""), ("second/", "other_")]
 """Prefixes of the nodes and of the values of two equal segments."""
 
