@@ -108,8 +108,10 @@ class Emitter:
         else:
             raise LanguageError(f"unexpected {kind}")
 
-    def loop(self, start: Any, stop: Any, name: str, body: Callable[[], None]) -> None:
-        """Emit ``for (name = start; name < stop; ++name) body``."""
+    def loop(
+        self, start: Any, stop: Any, name: str, body: Callable[[], None], following: Callable[[], Any] = lambda: None
+    ) -> None:
+        """Emit ``for (name = start; name < stop; ++name) body``; ``following`` may give another next value than name + 1."""
         b = self.builder
         before = b.block
         head, inside, behind = (b.append_basic_block(f"{name}.{part}") for part in ("head", "body", "end"))
@@ -124,7 +126,8 @@ class Emitter:
         loops, sums = self._loops, self._sums
         body()
         self._scopes.pop()
-        counter.add_incoming(b.add(counter, ll.Constant(I64, 1), flags=("nsw",)), b.block)
+        after = following()
+        counter.add_incoming(b.add(counter, ll.Constant(I64, 1), flags=("nsw",)) if after is None else after, b.block)
         again = b.branch(head)
         if self._sums > sums and self._loops == loops and isinstance(stop, ll.Constant):
             _in_order(again, stop.constant)

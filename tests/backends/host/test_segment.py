@@ -99,7 +99,7 @@ def test_elementary_functions_keep_their_digits_and_their_limits(op: str, backen
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=2e-38)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (100, 65), (7, 1000), (1000, 3)])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 5), (100, 65), (7, 1000), (1000, 3), (60, 1337)])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sums_along_either_axis_reach_every_element(rows: int, columns: int, axis: int, backend: Backend) -> None:
     x = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
@@ -107,6 +107,20 @@ def test_sums_along_either_axis_reach_every_element(rows: int, columns: int, axi
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([axis]), "a"))
     found = results_of(model, {"x": x}, backend)["y"]
     np.testing.assert_allclose(found, (x.astype(np.float64) ** 2).sum(axis), rtol=1e-5)
+
+
+def test_sums_down_a_middle_axis_have_the_same_bits_on_any_number_of_threads() -> None:
+    x = np.random.default_rng(0).standard_normal((3, 50, 1100)).astype(np.float32)
+    model = text("s = Mul(x, x) y = ReduceSum<keepdims = 0>(s, a)", "3,50,1100", "3,1100")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "a"))
+    found = []
+    for threads in (1, 2, 5):
+        made = BACKENDS["onnxruntime"](threads=threads, spin=False)
+        found.append(results_of(model, {"x": x}, made)["y"])
+        made.close()
+    np.testing.assert_allclose(found[0], (x.astype(np.float64) ** 2).sum(1), rtol=1e-5)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
 
 
 def test_a_mask_over_rows_side_by_side_is_added_up_along_distant_columns(backend: Backend) -> None:
