@@ -355,11 +355,12 @@ class ConvolutionPrimitive(Primitive):
 
 
 class MatmulPrimitive(Primitive):
-    """c = a·b + bias over fixed float32 matrices.
+    """c = a·b + bias over fixed float32 matrices, or over as many of each.
 
     Args:
-        a: M × K, ``b``: K × N, either of them possibly a transposed view; ``c``: M × N, C-contiguous.
-        bias: N elements, or None.
+        a: M × K, ``b``: K × N, either of them possibly a transposed view; ``c``: M × N, C-contiguous; all of them possibly
+            behind an axis that counts products.
+        bias: N elements, or None; for single matrices.
 
     Raises:
         OneDnnError: oneDNN has no implementation for these shapes.

@@ -214,7 +214,8 @@ def to_heads(op: Builder, x: ir.Value, axes: str) -> Any:
     """x as (batch, heads, length, size)."""
     place = packed(axes)
     if place is not None:
-        x = op.Gather(x, np.int64(axes[place]), axis=place)
+        part = int(axes[place])
+        x = op.Squeeze(op.Slice(x, [part], [part + 1], [place]), [place])  # moves elements only, so kernels read it in place
         axes = axes[:place] + axes[place + 1 :]
     order = [axes.index(letter) for letter in HEADS if letter in axes]
     if order != sorted(order):

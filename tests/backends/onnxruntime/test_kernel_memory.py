@@ -116,7 +116,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(130, 65), f(129, 130), transA=1, transB=1),
         c(f(9, 1024), f(9, 130), transA=1),
     ],
-    "MatMul": [c(f(3, 65, 130), f(130, 129))],
+    "MatMul": [c(f(3, 65, 130), f(130, 129)), c(f(2, 3, 65, 130), f(2, 3, 130, 33))],
     "graphc::GatherGrad": [
         c(f(2, 2, 4099), np.array([[0, 4], [-5, 4]], kind), i(5, 4099), constants=(2,)) for kind in (np.int64, np.int32)
     ],

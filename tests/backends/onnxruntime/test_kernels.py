@@ -237,6 +237,7 @@ def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> N
         compare("Gemm", [left, right, bias], {"transA": a, "transB": b}, pool)
     if not a and not b:
         compare("MatMul", [left.reshape(1, m, 1, k), right], {}, pool)
+        compare("MatMul", [normal(2, 3, m, k), normal(2, 3, k, n)], {}, pool)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(1024, 96, 128), (3072, 33, 130)])

@@ -96,6 +96,6 @@ def test_kernels_run_in_the_threads_of_onednn() -> None:
     for _ in range(5):
         run()
         product()
-    assert set(os.listdir("/proc/self/task")) == before
+    assert set(os.listdir("/proc/self/task")) <= before  # an earlier, larger team may still be ending
     assert (values == 5).all()
     assert (c == 64).all()
