@@ -19,8 +19,8 @@ from graphc.backends.fusion.lowering import Scope
 from graphc.backends.fusion.op_kernels import is_tanh_form
 from graphc.ir.facts import dtype_of, size_of
 
-VECTOR = 64
-"""Rows that a kernel over distant columns takes at once."""
+VECTOR = 16
+"""Rows of the smallest share of a kernel over distant columns: a line of the cache. A pass takes several shares at once."""
 
 
 @dataclass(slots=True)
