@@ -114,8 +114,8 @@ def units_of(loops: Loops, reduces: bool) -> tuple[int, int]:
 def _widest(loops: Loops, body: Sequence[language.Statement]) -> int:
     """Most rows that a pass over distant columns takes at once: those of several units, while what it keeps fits the cache.
 
-    A pass over 64 rows of a matrix with 4 KiB a row reads 256 bytes of each page. For 1024 rows, a sum beside a GELU's gradient takes 5.5 ms by 64
-    and 3.4 by 512 (16 x 64 x 1024 elements, one AVX2 core).
+    A pass over 64 rows of a matrix with 4 KiB a column reads 256 bytes of each page. For 1024 rows, a sum beside a GELU's
+    gradient takes 5.5 ms by 64 and 3.4 by 512 (16 × 64 × 1024 elements, one AVX2 core).
     """
     if loops.vector == 1:
         return 1

@@ -66,10 +66,10 @@ A fused segment costs no more than a kernel inside one.
 COUNTS = 256
 """Arrays whose checks for NaN and infinity stay bound."""
 
-ALONE = 1 << 22
+ALONE = 1 << 23
 """Cost of a node, in bytes (:mod:`graphc.plan.node_costs`), below which its session stays in the calling thread.
 
-Such a node takes less than half a millisecond. Every session has threads of its own, which sleep between its runs; to wake one
+Such a node takes less than a millisecond. Every session has threads of its own, which sleep between its runs; to wake one
 took up to 4 ms, a turn of the system's scheduler, on two cores.
 """
 

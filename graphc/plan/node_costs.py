@@ -19,6 +19,9 @@ OPERATIONS_PER_BYTE = 10.0
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 
+_SELECTIONS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
+"""Ops that read no more than they write, and indices."""
+
 _ATTENTION = {"Attention": (0, 1, 4), "ScaledDotProductAttention": (0, 1, 4), "ScaledDotProductAttentionGrad": (1, 2, 10)}
 """Op → which operands are queries and keys, and operations for each element of the queries and each key."""
 
@@ -69,4 +72,6 @@ def seconds(node: ir.Node, batch: int) -> float:
     if node.op_type in ("Constant", "Shape", "Identity") and node.domain in ("", DOMAIN):
         return 0.0
     read = sum(nbytes(v, batch) for v in node.inputs if v is not None and constant(v) is None)
+    if node.op_type in _SELECTIONS:
+        read = min(read, 2 * sum(nbytes(v, batch) for v in node.outputs))
     return read + sum(nbytes(v, batch) for v in node.outputs) + operations(node, batch) / OPERATIONS_PER_BYTE

@@ -19,6 +19,15 @@ def by_channel(array: Array) -> Array:
     return array.reshape(array.shape[0], array.shape[1], -1)
 
 
+FEW = 8
+"""Positions of a channel from which one channel at a time is read well; below, neighbouring channels go side by side."""
+
+
+def _columns(array: Array) -> Array:
+    """N × (C · positions)."""
+    return array.reshape(array.shape[0], -1)
+
+
 def grain_of(x: Array) -> int:
     """Fewest channels of ``x`` that are worth handing to another thread."""
     size, channels = x.size, int(x.shape[1])
@@ -27,9 +36,13 @@ def grain_of(x: Array) -> int:
 
 @kernel("onnxruntime", "graphc::BatchNormalizationTraining")
 def batch_normalization_training(k: Binding) -> Run:
-    """One channel at a time: mean, variance, then y, so that memory is read once."""
+    """One channel at a time: mean, variance, then y, so that memory is read once; of few positions, many channels at a time."""
     (x, scale, bias), (y, mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 4)
     epsilon = np.float32(k.attributes["epsilon"])
+    if by_channel(x).shape[2] < FEW:
+        sums, lines = np.zeros(_columns(x).shape[1]), np.zeros((2, _columns(x).shape[1]), dtype=np.float32)
+        operands = (_columns(x), scale, bias, epsilon, _columns(y), mean, var, inv_std, sums, lines)
+        return k.pool.bind(_batch_normalization_columns, operands, x.shape[1], grain_of(x))
     arguments = (by_channel(x), scale, bias, epsilon, by_channel(y), mean, var, inv_std)
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
     return pool.bind(_batch_normalization, arguments, channels, grain)
@@ -63,10 +76,53 @@ def _batch_normalization(x, scale, bias, epsilon, y, mean, var, inv_std, start, 
                 y[n, c, i] = x[n, c, i] * factor + shift
 
 
+@jit
+def _batch_normalization_columns(x, scale, bias, epsilon, y, mean, var, inv_std, sums, lines, start, stop):
+    samples, positions = x.shape[0], x.shape[1] // scale.size
+    count = samples * positions
+    first, last = start * positions, stop * positions
+    total, centres, factors = sums[first:last], lines[0, first:last], lines[1, first:last]
+    total[:] = 0.0
+    for n in range(samples):
+        row = x[n, first:last]
+        for i in range(row.size):
+            total[i] += row[i]
+    for c in range(start, stop):
+        at = (c - start) * positions
+        whole = 0.0
+        for i in range(positions):
+            whole += total[at + i]
+        mean[c] = np.float32(whole / count)
+        centres[at : at + positions] = mean[c]
+    total[:] = 0.0
+    for n in range(samples):
+        row = x[n, first:last]
+        for i in range(row.size):
+            distance = row[i] - centres[i]
+            total[i] += distance * distance
+    for c in range(start, stop):
+        at = (c - start) * positions
+        whole = 0.0
+        for i in range(positions):
+            whole += total[at + i]
+        var[c] = np.float32(whole / count)
+        inv_std[c] = np.float32(1.0) / np.sqrt(var[c] + epsilon)
+        factors[at : at + positions] = scale[c] * inv_std[c]
+        centres[at : at + positions] = bias[c] - mean[c] * (scale[c] * inv_std[c])  # from here on the shift
+    for n in range(samples):
+        row, out = x[n, first:last], y[n, first:last]
+        for i in range(row.size):
+            out[i] = row[i] * factors[i] + centres[i]
+
+
 @kernel("onnxruntime", "graphc::BatchNormalizationTrainingGrad")
 def batch_normalization_training_grad(k: Binding) -> Run:
-    """One channel at a time: both sums, then dx."""
+    """One channel at a time: both sums, then dx; of few positions, many channels at a time."""
     (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
+    if by_channel(x).shape[2] < FEW:
+        sums, lines = np.zeros((2, _columns(x).shape[1])), np.zeros((3, _columns(x).shape[1]), dtype=np.float32)
+        operands = (_columns(dy), _columns(x), scale, mean, inv_std, _columns(dx), dscale, dbias, sums, lines)
+        return k.pool.bind(_batch_normalization_columns_grad, operands, x.shape[1], grain_of(x))
     arguments = (by_channel(dy), by_channel(x), scale, mean, inv_std, by_channel(dx), dscale, dbias)
     pool, channels, grain = k.pool, x.shape[1], grain_of(x)
     return pool.bind(_batch_normalization_grad, arguments, channels, grain)
@@ -94,6 +150,43 @@ def _batch_normalization_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, st
         for n in range(samples):
             for i in range(positions):
                 dx[n, c, i] = dy[n, c, i] * factor + x[n, c, i] * bend + shift
+
+
+@jit
+def _batch_normalization_columns_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, sums, lines, start, stop):
+    samples, positions = x.shape[0], x.shape[1] // scale.size
+    count = samples * positions
+    first, last = start * positions, stop * positions
+    of_bias, of_scale = sums[0, first:last], sums[1, first:last]
+    factors, bends, shifts = lines[0, first:last], lines[1, first:last], lines[2, first:last]
+    of_bias[:] = 0.0
+    of_scale[:] = 0.0
+    for c in range(start, stop):
+        at = (c - start) * positions
+        shifts[at : at + positions] = mean[c]
+    for n in range(samples):
+        slopes, row = dy[n, first:last], x[n, first:last]
+        for i in range(row.size):
+            of_bias[i] += slopes[i]
+            of_scale[i] += slopes[i] * (row[i] - shifts[i])
+    for c in range(start, stop):
+        at = (c - start) * positions
+        slopes_of_c, products = 0.0, 0.0
+        for i in range(positions):
+            slopes_of_c += of_bias[at + i]
+            products += of_scale[at + i]
+        inverse = inv_std[c]
+        dbias[c] = np.float32(slopes_of_c)
+        dscale[c] = np.float32(products * inverse)
+        factor = scale[c] * inverse
+        bend = np.float32(-factor * inverse * inverse * (products / count))
+        factors[at : at + positions] = factor
+        bends[at : at + positions] = bend
+        shifts[at : at + positions] = np.float32(-factor * (slopes_of_c / count)) - bend * mean[c]
+    for n in range(samples):
+        slopes, row, out = dy[n, first:last], x[n, first:last], dx[n, first:last]
+        for i in range(row.size):
+            out[i] = slopes[i] * factors[i] + row[i] * bends[i] + shifts[i]
 
 
 def _scale_is_a_row(of: int) -> Callable[[ir.Node], bool]:

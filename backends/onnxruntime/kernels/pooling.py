@@ -6,6 +6,7 @@ or -1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -50,12 +51,18 @@ def _geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> Geomet
     return inside.astype(np.int64), np.stack([shift, first, last], axis=1).astype(np.int64)
 
 
-@kernel("onnxruntime", "graphc::MaxPoolGrad", when=lambda node: have_spatial_axes(node, (0, 1, 2), 2))
+@kernel("onnxruntime", "graphc::MaxPoolGrad", when=lambda node: have_spatial_axes(node, (0, 1, 2), 3))
 def max_pool_grad(k: Binding) -> Run:
     """Each dy goes to the first element of its window that equals the maximum y; where that is NaN, to the last NaN."""
     (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
     window = Window.of(k.attributes, x.shape[2:])
     assert window.begin is not None
+    if x.ndim == 5:
+        numbers = np.array([window.kernel, window.strides, window.dilations, window.begin], dtype=np.int64)
+        volumes = [array.reshape(-1, *array.shape[2:]) for array in (dy, x, y, dx)]
+        return k.pool.bind(
+            _max_pool_grad_of_volumes, (*volumes, numbers), len(volumes[0]), max(1, 4096 // math.prod(y.shape[2:]))
+        )
     lift = (1,) * (4 - x.ndim)
     begin = (*(0,) * len(lift), *window.begin)
     taps, strides, dilations = (*lift, *window.kernel), (*lift, *window.strides), (*lift, *window.dilations)
@@ -90,6 +97,37 @@ def _last_nan(x, row, column, taps_h, taps_w, dilation_h, dilation_w):
             if 0 <= h < x.shape[0] and 0 <= w < x.shape[1] and x[h, w] != x[h, w]:
                 found = h * x.shape[1] + w
     return found
+
+
+@exact
+def _max_pool_grad_of_volumes(dy, x, y, dx, numbers, start, stop):
+    taps, strides, dilations, begin = numbers[0], numbers[1], numbers[2], numbers[3]
+    depth, height, width = x.shape[1:]
+    for volume in range(start, stop):
+        source, target = x[volume], dx[volume]
+        target[:] = 0.0
+        for p in range(y.shape[1]):
+            for r in range(y.shape[2]):
+                for q in range(y.shape[3]):
+                    wanted = y[volume, p, r, q]
+                    at_d, at_h, at_w = -1, 0, 0
+                    for i in range(taps[0]):
+                        d = p * strides[0] - begin[0] + i * dilations[0]
+                        if not 0 <= d < depth:
+                            continue
+                        for j in range(taps[1]):
+                            h = r * strides[1] - begin[1] + j * dilations[1]
+                            if not 0 <= h < height:
+                                continue
+                            for k in range(taps[2]):
+                                w = q * strides[2] - begin[2] + k * dilations[2]
+                                if not 0 <= w < width:
+                                    continue
+                                value = source[d, h, w]
+                                if (value == wanted and at_d < 0) or (value != value and wanted != wanted):
+                                    at_d, at_h, at_w = d, h, w
+                    if at_d >= 0:
+                        target[at_d, at_h, at_w] += dy[volume, p, r, q]
 
 
 @specialized

@@ -122,14 +122,15 @@ CASES: Mapping[str, Sequence[Case]] = {
     ],
     "graphc::SoftmaxCrossEntropy": _losses((), f),
     "graphc::SoftmaxCrossEntropyGrad": _losses((one(1.0),), lambda *shape: -np.abs(f(*shape))),
-    "graphc::BatchNormalizationTraining": [c(f(3, 5, 7), f(5), f(5))],
-    "graphc::BatchNormalizationTrainingGrad": [c(f(3, 5, 7), f(3, 5, 7), f(5), f(5), f(5))],
+    "graphc::BatchNormalizationTraining": [c(f(3, 5, *more), f(5), f(5)) for more in ((), (2,), (9,))],
+    "graphc::BatchNormalizationTrainingGrad": [c(*(f(3, 5, *d) for _ in "yx"), f(5), f(5), f(5)) for d in ((), (2,), (9,))],
     "LayerNormalization": [c(f(3, 4, 5), f(5), f(5)), c(f(3, 4, 5), f(4, 5), axis=1)],
     "graphc::LayerNormalizationGrad": [c(f(3, 4, 5), f(3, 4, 5), f(5), f(3, 4, 1), f(3, 4, 1))],
     "graphc::LRNGrad": [c(f(2, 5, 3, 3), f(2, 5, 3, 3), f(2, 5, 3, 3), size=3), c(f(2, 2, 9), f(2, 2, 9), f(2, 2, 9), size=7)],
     "graphc::MaxPoolGrad": [
         c(f(2, 3, 5, 7), f(2, 3, 9, 7), f(2, 3, 5, 7), **WINDOW),
         c(f(2, 3, 4), f(2, 3, 9), f(2, 3, 4), kernel_shape=[3], strides=[2]),
+        c(f(2, 3, 2, 3, 4), f(2, 3, 5, 6, 9), f(2, 3, 2, 3, 4), kernel_shape=[3, 2, 3], strides=[2, 2, 2]),
     ],
     "graphc::AveragePoolGrad": [c(f(2, 3, 5, 7), i(2, 3, 9, 7), constants=(1,), **WINDOW)],
     "graphc::DropoutMask": [
