@@ -19,6 +19,7 @@ from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
 from graphc.backends.onnxruntime.kernels.products import open_blas, product
 from graphc.device import Array, Run, in_order
+from graphc.ir.facts import static_dims
 from graphc.ir.ops.convolution import Window
 
 _NUMBERS = np.array([1.0, 0.0], dtype=np.float32)
@@ -42,10 +43,39 @@ def conv(k: Binding) -> Run:
     return _onednn(k, "forward", x, w, y, bias)
 
 
+def _is_plainly_padded(node: ir.Node) -> bool:
+    attributes = node.attributes
+    own = attributes.get_string("auto_pad", "NOTSET") == "NOTSET" and "output_shape" not in attributes
+    return own and _with_onednn(node) and 0 not in (static_dims(node.outputs[0]) or (0,))
+
+
+@kernel("onnxruntime", "ConvTranspose", when=_is_plainly_padded)
+def conv_transpose(k: Binding) -> Run:
+    """y = ConvTranspose(x, w) + bias: the input gradient of the convolution from y to x with the same window"""
+    (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
+    spread = _input_gradient(k, x, w, y)
+    if bias is None:
+        return spread
+    planes = y.reshape(y.shape[0] * y.shape[1], -1)
+    return in_order([spread, k.pool.bind(_add_bias, (planes, bias), len(planes), max(1, 16384 // planes.shape[1]))])
+
+
+@jit
+def _add_bias(planes, bias, start, stop):
+    for p in range(start, stop):
+        plane, value = planes[p], bias[p % bias.size]
+        for i in range(plane.size):
+            plane[i] += value
+
+
 @kernel("onnxruntime", "graphc::ConvGradInput", when=_with_onednn)
 def conv_grad_input(k: Binding) -> Run:
     """dx from dy and w."""
     (dy, w), (dx,) = given(k.inputs, 2), given(k.outputs, 1)
+    return _input_gradient(k, dy, w, dx)
+
+
+def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
     window = _winograd_window(k, "input", dx, w, dy)
     if window is not None:
         return winograd.input_gradient(k.pool, scratchpad_of(k.pool), dy, w, dx, window)

@@ -95,6 +95,37 @@ def test_convolution_in_onednn_is_that_of_pytorch(case: tuple[Any, ...], pool: T
     close(native("graphc::ConvGradWeight", [x, dy, shape_of(w)], attributes, pool, [dw], (2,))[0], dw)
 
 
+@pytest.mark.skipif(onednn.library() is None, reason="needs oneDNN")
+@pytest.mark.parametrize(
+    ("x", "w", "options"),
+    [
+        ((2, 8, 7, 6), (8, 5, 4, 4), {"stride": 2, "padding": 1}),
+        ((3, 6, 9), (6, 2, 3), {"stride": 3, "output_padding": 2, "groups": 3}),
+        ((2, 16, 12, 12), (16, 8, 3, 3), {"padding": 1}),
+        ((1, 4, 5, 6), (4, 3, 3, 2), {"stride": (2, 3), "dilation": (2, 1), "padding": (1, 0), "output_padding": (1, 2)}),
+        ((2, 3, 4, 4, 4), (3, 4, 2, 2, 2), {"stride": 2}),
+    ],
+)
+def test_transposed_convolution_is_that_of_pytorch(
+    x: tuple[int, ...], w: tuple[int, ...], options: dict[str, Any], pool: ThreadPool
+) -> None:
+    axes = len(x) - 2
+    wide = {k: [v] * axes if isinstance(v, int) and k != "groups" else v for k, v in options.items()}
+    arrays = [normal(*x), normal(*w), normal(w[1] * options.get("groups", 1))]
+    function = (torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)[axes - 1]
+    attributes = {
+        "kernel_shape": list(w[2:]),
+        "strides": list(wide.get("stride", [1] * axes)),
+        "dilations": list(wide.get("dilation", [1] * axes)),
+        "pads": list(wide.get("padding", [0] * axes)) * 2,
+        "output_padding": list(wide.get("output_padding", [0] * axes)),
+        "group": options.get("groups", 1),
+    }
+    for operands in (arrays[:2], arrays):
+        y = function(*(torch.tensor(a) for a in operands), **options).numpy()
+        close(native("ConvTranspose", operands, attributes, pool, [y])[0], y)
+
+
 @pytest.mark.parametrize("case", CONVOLUTIONS[:-1])
 def test_weight_gradient_without_onednn(case: tuple[Any, ...], pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "library", lambda: None)
