@@ -139,6 +139,16 @@ def linear_layer(op: Builder, node: ir.Node) -> ir.Value | None:
     return None
 
 
+def _gets_a_bias(product: ir.Value) -> bool:
+    """Whether :func:`linear_layer` finds the addition of a bias to this product."""
+    users = list(product.uses())
+    if len(users) != 1 or users[0][0].op_type != "Add":
+        return False
+    (add, index), out = users[0], static_dims(product)
+    bias = add.inputs[1 - index]
+    return out is not None and bias is not None and static_dims(bias) == out[-1:]
+
+
 def joined_pads(op: Builder, node: ir.Node) -> ir.Value | None:
     """Pad(a, behind) + Pad(b, in front) → Concat(a, b), when the parts fill an axis without overlap
 
@@ -353,9 +363,16 @@ def _transposed(value: ir.Value | None) -> ir.Value | None:
 
 @rule("MatMul", "Gemm")
 def transposed_operand(op: Builder, node: ir.Node) -> ir.Value | None:
-    """aᵀ·b → Gemm(a, b, transA=1), for matrices"""
+    """aᵀ·b → Gemm(a, b, transA=1), for matrices;   a·bᵀ → Reshape(Gemm(Reshape(a), b, transB=1)) for a stack of rows"""
     a, b, *rest = node.inputs
-    if a is None or b is None or any(v.shape is None or len(v.shape) != 2 for v in (a, b)):
+    if a is None or b is None or a.shape is None or b.shape is None or len(b.shape) != 2:
+        return None
+    if len(a.shape) > 2:
+        size, out, weight = static_dims(a), static_dims(node.outputs[0]), _transposed(b)
+        if weight is None or size is None or out is None or 0 in size or _gets_a_bias(node.outputs[0]):
+            return None
+        return op.Reshape(op.Gemm(op.Reshape(a, [-1, size[-1]]), weight, transB=1), list(out))  # type: ignore[no-any-return]
+    if len(a.shape) != 2:
         return None
     flat_a, flat_b = _transposed(a), _transposed(b)
     if flat_a is None and flat_b is None:
