@@ -69,8 +69,8 @@ def matmul(k: Binding) -> Run:
     if b.ndim > 2:
         lib = library()
         assert lib is not None
-        stacks = [x.reshape(-1, *x.shape[-2:]) for x in (a, b, c)]
-        return MatmulPrimitive(lib, *stacks, None, threads=k.pool.threads, scratch=scratchpad_of(k.pool)).runner()
+        of_a, of_b, of_c = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, c))
+        return MatmulPrimitive(lib, of_a, of_b, of_c, None, threads=k.pool.threads, scratch=scratchpad_of(k.pool)).runner()
     return product_of(k.pool, a.reshape(-1, b.shape[0]), b, c.reshape(-1, b.shape[1]))
 
 
