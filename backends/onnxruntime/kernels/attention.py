@@ -8,6 +8,7 @@ transposed or split. Milliseconds for 32 heads of 128 × 128 over 32 elements on
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 from graphc.backends.onnxruntime.kernels.products import open_blas, product
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
-from graphc.ir.ops.attention import HEADS, operand_axes, packed, written
+from graphc.ir.ops.attention import HEADS, operand_axes, packed, sizes, written
 
 TILE = 65536
 """Bytes of the scores of one block of queries: 256 KiB, a part of a core's level-2 cache."""
@@ -37,14 +38,24 @@ def _fits(node: ir.Node) -> bool:
     shapes = [static_dims(v) for v in (*node.inputs, *node.outputs) if v is not None]
     mask = node.inputs[4 if backward else 3] if len(node.inputs) > 3 else None
     keep = (*node.inputs, *[None] * 8)[7 if backward else 4]
-    if keep is not None and keep.dtype != ir.DataType.FLOAT:
-        return False
     if any(not axes.endswith("d") for axes in operand_axes(layout)) or any(s is None or 0 in s for s in shapes):
+        return False
+    if keep is not None and (keep.dtype != ir.DataType.FLOAT or not _is_whole(keep, node.inputs[int(backward) :], layout)):
         return False
     if mask is None:
         return True
     keys = static_dims(mask) or (1,)
     return keys[-1] != 1 and mask.dtype in (ir.DataType.BOOL, ir.DataType.FLOAT)
+
+
+def _is_whole(keep: ir.Value, operands: Sequence[ir.Value | None], layout: str) -> bool:
+    """Whether a dropout's mask has an element for every score, which the kernels read without looking."""
+    axes, (q, k) = operand_axes(layout), operands[:2]
+    if q is None or k is None:
+        return False
+    of_q, of_k = sizes(q, axes[0]), sizes(k, axes[1])
+    scores, found = (of_q["b"], of_q["h"], of_q["t"], of_k["t"]), static_dims(keep) or (0,)
+    return math.prod(found) == math.prod(n for n in scores if isinstance(n, int)) and found[-1] == of_k["t"]
 
 
 @dataclass

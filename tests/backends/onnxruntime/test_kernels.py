@@ -246,6 +246,15 @@ def test_attention(case: tuple[Any, ...], causal: int, saves: str, pool: ThreadP
         compare("graphc::ScaledDotProductAttentionGrad", [made[3], q, k, v, mask, y, saved, *kept], options, pool)
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5, 1), (1, 3, 5, 7), (5, 7)])
+def test_attention_refuses_a_dropout_mask_that_lacks_elements(shape: tuple[int, ...]) -> None:
+    operands = [normal(2, 3, 5, 4), normal(2, 3, 7, 4), normal(2, 3, 7, 4), None]
+    for keep, fits in ((normal(*shape), False), (normal(2, 3, 5, 7), True)):
+        graph = single_node("graphc::ScaledDotProductAttention", [*operands, keep], {"scale": 1.0}, ()).graph
+        (node,) = (n for n in graph if n.op_type == "ScaledDotProductAttention")
+        assert (native_kernel("onnxruntime", node) is not None) == fits
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_against_pytorch(causal: bool, pool: ThreadPool) -> None:
