@@ -23,6 +23,7 @@ ort = pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 from graphc.backends.onnxruntime.kernels import bind_nonfinite_count, convolution, onednn  # noqa: E402
+from graphc.backends.onnxruntime.kernels.linear import parts_of_product  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
 from tests.backends.onnxruntime.node_cases import compare, native, reference, single_node  # noqa: E402
 
@@ -283,9 +284,25 @@ def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> N
         compare("MatMul", [normal(2, 3, m, k), normal(2, 3, k, n)], {}, pool)
 
 
-@pytest.mark.parametrize(("m", "k", "n"), [(1024, 96, 128), (3072, 33, 130)])
-def test_product_of_a_transposed_operand_whose_rows_are_pages_apart(m: int, k: int, n: int, pool: ThreadPool) -> None:
-    compare("Gemm", [normal(k, m), normal(k, n), None], {"transA": 1}, pool)
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(("m", "k", "n"), [(1024, 200, 100), (67, 1024, 512), (300, 131, 1024)])
+def test_products_of_matrices_whose_rows_are_parts_of_pages_apart(
+    m: int, k: int, n: int, a: int, b: int, pool: ThreadPool
+) -> None:
+    left, right = normal(*((k, m) if a else (m, k))), normal(*((n, k) if b else (k, n)))
+    for bias in (None, normal(n)):
+        compare("Gemm", [left, right, bias], {"transA": a, "transB": b}, pool)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 6, 7, 16])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (64, 5000), (67, 512), (1024, 96), (700, 700)])
+def test_parts_of_a_product_cover_it_once(rows: int, columns: int, threads: int) -> None:
+    covered = np.zeros((rows, columns), dtype=np.int64)
+    tiles = parts_of_product(rows, columns, threads)
+    for top, bottom, left, right in tiles:
+        covered[top:bottom, left:right] += 1
+    assert (covered == 1).all()
+    assert len(tiles) <= threads
 
 
 @pytest.mark.parametrize("shape", [(700, 24), (17, 10, 100), (20000,)])
