@@ -120,7 +120,7 @@ class BufferMap:
         known = constant(value)
         if known is None:
             raise ModelError(f"value {value.name!r} has no place in the plan")
-        held = np.ascontiguousarray(known).reshape(known.shape)
+        held = np.require(known, requirements=("C", "A"))  # the bytes of a file may begin anywhere
         if self.memory.on_host:
             return held
         found = self.new(held.shape, held.dtype)

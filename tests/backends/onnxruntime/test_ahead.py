@@ -71,6 +71,37 @@ with graphc.Trainer(program) as trainer:
 print(losses[2] < losses[0], "numba" in sys.modules, "scipy" in sys.modules)
 """
 
+RECURRENT = """
+import sys
+import numpy as np
+import onnx
+from onnx import TensorProto as T, helper, numpy_helper
+import graphc
+
+rng = np.random.default_rng(0)
+weights = {"w": rng.standard_normal((1, 1024, 4)), "r": rng.standard_normal((1, 1024, 256)), "v": rng.standard_normal((256, 5)), "zeros": np.zeros((2, 32, 256))}
+for shift in range(4):  # somewhere the constants' bytes begin between two elements
+    nodes = [
+        helper.make_node("Slice", ["zeros", "0", "1", "0"], ["h0"]),
+        helper.make_node("Slice", ["zeros", "1", "2", "0"], ["c0"]),
+        helper.make_node("LSTM", ["x", "w", "r", "", "", "h0", "c0"], ["", "h"], hidden_size=256),
+        helper.make_node("Squeeze", ["h"], ["s"]),
+        helper.make_node("MatMul", ["s", "v"], ["scores"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", T.FLOAT, [7, 32, 4])],
+        [helper.make_tensor_value_info("scores", T.FLOAT, [32, 5])],
+        [numpy_helper.from_array(w.astype(np.float32), name) for name, w in weights.items()]
+        + [numpy_helper.from_array(np.int64([k]), str(k)) for k in range(3)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 12)], ir_version=8, producer_name="p" * shift)
+    onnx.save(model, sys.argv[1])
+    program = graphc.compile(sys.argv[1], loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.AdamW(lr=1e-3))
+    with graphc.Trainer(program) as trainer:
+        trainer.step({"x": rng.standard_normal((7, 32, 4)).astype(np.float32), "label": np.arange(32) % 5})
+print("numba" in sys.modules)
+"""
+
 
 def _run(script: str, *arguments: str) -> str:
     return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=True).stdout.strip()
@@ -121,6 +152,15 @@ def _is_made() -> bool:
 def test_a_first_start_needs_neither_numba_nor_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path / "cache"))
     assert _run(TRAINING, str(tmp_path / "m.onnx")) == "True False False"
+
+
+@pytest.mark.full  # a process that trains
+@pytest.mark.skipif(not _is_made(), reason="`make kernels` has not compiled these sources for this processor")
+def test_constants_that_begin_anywhere_in_a_file_need_no_kernels_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path / "cache"))
+    assert _run(RECURRENT, str(tmp_path / "m.onnx")) == "False"
 
 
 @pytest.mark.full  # a process that starts
