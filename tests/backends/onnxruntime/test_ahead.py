@@ -79,7 +79,10 @@ from onnx import TensorProto as T, helper, numpy_helper
 import graphc
 
 rng = np.random.default_rng(0)
-weights = {"w": rng.standard_normal((1, 1024, 4)), "r": rng.standard_normal((1, 1024, 256)), "v": rng.standard_normal((256, 5)), "zeros": np.zeros((2, 32, 256))}
+weights = {
+    "w": rng.standard_normal((1, 1024, 4)), "r": rng.standard_normal((1, 1024, 256)), "v": rng.standard_normal((256, 5)),
+    "zeros": np.zeros((2, 32, 256)),
+}
 for shift in range(4):  # somewhere the constants' bytes begin between two elements
     nodes = [
         helper.make_node("Slice", ["zeros", "0", "1", "0"], ["h0"]),
