@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -30,6 +32,16 @@ def cache_folder() -> Path:
 def cache_path(*words: str, suffix: str = "") -> Path:
     """A file or folder in the cache folder, named by words such as a library, the device's name and a version."""
     return cache_folder() / (re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(words)) + suffix)
+
+
+@functools.cache
+def sources_digest() -> bytes:
+    """A digest of this package's sources: by path, size and time of the last change; empty if there are none."""
+    packages = [importlib.util.find_spec(name) for name in ("graphc", "graphc.backends", "graphc.passes")]
+    folders = {folder for spec in packages if spec is not None for folder in spec.submodule_search_locations or ()}
+    files = {path: os.stat(path) for folder in folders for path in Path(folder).rglob("*.py")}
+    text = "\n".join(f"{path} {found.st_size} {found.st_mtime_ns}" for path, found in sorted(files.items()))
+    return hashlib.sha256(text.encode()).digest() if files else b""
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import onnx
 import onnx_ir as ir
 
 from graphc.backends.fusion import elementwise as e
@@ -23,6 +24,7 @@ from graphc.backends.fusion.indexing import Map
 from graphc.backends.fusion.packed_masks import UNPACKED
 from graphc.backends.fusion.reductions import Reduction
 from graphc.gradient import key_of
+from graphc.ir import DOMAIN
 
 if TYPE_CHECKING:
     from graphc.ir.builder import Builder
@@ -204,3 +206,13 @@ def is_expression(node: ir.Node) -> bool:
     # Only Pad with constant edges is index arithmetic; a rule decomposes the other modes.
     edges = node.op_type == "Pad" and node.attributes.get_string("mode", "constant") != "constant"
     return op_kernel(node).is_generated and not edges
+
+
+def is_ours(model: onnx.ModelProto) -> bool:
+    """Whether only code of this package compiles a segment; plugins may add records, whose sources nobody compares."""
+    makers = [
+        maker for found in OP_KERNELS.values() for maker in (found.decomposition, *(call.build for call in found.kernels))
+    ]
+    binders = [call.bind for found in OP_KERNELS.values() for call in found.libraries]
+    known = all(maker is None or maker.__module__.startswith("graphc.") for maker in (*makers, *binders))
+    return known and all(opset.domain in ("", "ai.onnx", DOMAIN) for opset in model.opset_import)

@@ -48,11 +48,13 @@ class HostKernel:
     """A kernel, compiled or being compiled.
 
     Attributes:
+        name: by what makes it.
         load: waits for ``f(address of the array of addresses, first unit, last unit)``, which ctypes calls.
         units: their number.
         elements: of a unit, for the smallest share worth a thread.
     """
 
+    name: str
     load: Callable[[], Function]
     units: int
     elements: int
@@ -232,7 +234,17 @@ class Compiler:
                     text = str(module_of(source, loops, name))
                     self._awaited[name] = self._behind.submit(self._kept, path, lambda: self._machine_code(text))
         units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
-        return HostKernel(functools.partial(self._load, name), units, elements)
+        return HostKernel(name, functools.partial(self._load, name), units, elements)
+
+    def kept(self, name: str, units: int, elements: int) -> HostKernel | None:
+        """A kernel of this process or an earlier one; None: it must be compiled."""
+        with self._lock:
+            if name not in self._functions and name not in self._awaited:
+                code = read_object(self._path(name))
+                if code is None:
+                    return None
+                self._functions[name] = self._function(code, name)
+        return HostKernel(name, functools.partial(self._load, name), units, elements)
 
     def _load(self, name: str) -> Function:
         with self._lock:

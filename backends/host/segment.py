@@ -8,8 +8,7 @@ A kernel takes some 25 ms to compile, once for all processes, so a segment with 
 
 from __future__ import annotations
 
-import ctypes
-import functools
+import base64
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import Pool, SegmentPart
 from graphc.backends.fusion.graph_queries import operands, results, sweep
 from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import FusedKernel
@@ -29,16 +27,12 @@ from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.backends.host.compiler import HostKernel, compiler
 from graphc.backends.host.generator import HostGenerator
 from graphc.backends.host.language import LanguageError
-from graphc.device import Array, Arrays, Run, in_order
+from graphc.backends.host.segment_code import KernelPart, ValuePlace, RestPart, SegmentCode
 from graphc.gradient import key_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.subgraphs import CONTROL
-from graphc.plan.arena import Arena
-
-GRAIN = 1 << 14
-"""Elements worth handing to another thread."""
 
 LEAST = 1 << 13
 """Elements from which arithmetic pays for a kernel: below, a step saves microseconds."""
@@ -46,12 +40,9 @@ LEAST = 1 << 13
 ELEMENTS = frozenset({"Cast", "CastLike", "graphc::GeluGrad"})
 """Ops with code of their own that are compiled. The others read at indices from data, which another runtime checks."""
 
-Rest = Callable[[onnx.ModelProto, Arrays, Arrays], Run]
-"""Binds a model of the nodes that are left."""
-
 
 @dataclass(slots=True)
-class KernelPart:
+class _Kernel:
     """A compiled kernel and its operands."""
 
     source: KernelSource
@@ -68,7 +59,7 @@ class KernelPart:
 
 
 @dataclass(slots=True)
-class RestPart:
+class _Rest:
     """Neighbouring nodes that are left."""
 
     nodes: list[ir.Node]
@@ -76,10 +67,7 @@ class RestPart:
     writes: list[ir.Value]
 
 
-Part = KernelPart | RestPart
-
-
-class HostSegment:
+def compile_segment(model: onnx.ModelProto, least: int = 1) -> SegmentCode:
     """The parts of a segment in order.
 
     Args:
@@ -89,18 +77,21 @@ class HostSegment:
     Raises:
         LanguageError: nothing of it can be compiled, or it is too little.
     """
+    refused: set[str] = set()
+    while True:
+        try:
+            return _Segment(model, least, refused).code()
+        except _RefusedError as error:
+            refused |= error.ops
 
-    def __init__(self, model: onnx.ModelProto, least: int = 1) -> None:
+
+class _Segment:
+    def __init__(self, model: onnx.ModelProto, least: int, refused: set[str]) -> None:
         self.model = model
         self.least = least
-        self._refused: set[str] = set()
-        while True:
-            try:
-                self.graph = _prepared(model, least)
-                self._compile()
-                return
-            except _RefusedError as error:
-                self._refused |= error.ops
+        self._refused = refused
+        self.graph = _prepared(model, least)
+        self._compile()
 
     def _compile(self) -> None:
         if any(node.op_type in CONTROL and not node.domain for node in self.graph):
@@ -109,7 +100,7 @@ class HostSegment:
         if not any(isinstance(k, FusedKernel) and math.prod(k.shape) >= self.least for k in grouping.launches):
             raise LanguageError("too little arithmetic")
         self.aliases = grouping.aliases
-        self.parts: list[Part] = []
+        self.parts: list[_Kernel | _Rest] = []
         left: list[ir.Node] = []
         for launch in grouping.launches:
             if isinstance(launch, FusedKernel):
@@ -130,7 +121,7 @@ class HostSegment:
             return True
         return any(v.dtype not in _TYPES for v in (*node.inputs, *node.outputs) if v is not None)
 
-    def _kernel(self, kernel: FusedKernel, memory: set[ir.Value]) -> KernelPart:
+    def _kernel(self, kernel: FusedKernel, memory: set[ir.Value]) -> _Kernel:
         own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
         def in_memory(value: ir.Value) -> bool:
@@ -143,7 +134,7 @@ class HostSegment:
         source = generator.kernel()
         nodes = list(_inside(kernel, in_memory))
         try:
-            return KernelPart(source, compiler().compile(source, generator.loops), nodes)
+            return _Kernel(source, compiler().compile(source, generator.loops), nodes)
         except LanguageError:
             ops = {node.op_type for node in nodes} - _ALWAYS
             if not ops:
@@ -160,88 +151,47 @@ class HostSegment:
         writes = [
             v for node in nodes for v in results(node) if v.is_graph_output() or any(user not in inside for user, _ in v.uses())
         ]
-        self.parts.append(RestPart(list(nodes), list(dict.fromkeys(reads)), writes))
+        self.parts.append(_Rest(list(nodes), list(dict.fromkeys(reads)), writes))
         nodes.clear()
 
-    def described(self, names: Mapping[str, str]) -> Iterator[SegmentPart]:
-        """The parts, each with the segment's nodes that it computes, or of whose composite ops it computes something.
+    def code(self) -> SegmentCode:
+        """The segment as plain data."""
+        numbers: dict[ir.Value, int] = {}
+        values: list[ir.Value] = []
 
-        Args:
-            names: name of a node of the segment → name to print.
-        """
-        places = {node: k for k, node in enumerate(self.graph)}
+        def number(value: ir.Value) -> int:
+            if value not in numbers:
+                numbers[value] = len(values)
+                values.append(value)
+                number(in_place_of(self.aliases.get(value, value)))
+            return numbers[value]
+
+        inputs, outputs = tuple(map(number, self.graph.inputs)), tuple(map(number, self.graph.outputs))
+        order = {node: k for k, node in enumerate(self.graph)}
+        parts: list[KernelPart | RestPart] = []
+        kernels: dict[str, HostKernel] = {}
         for part in self.parts:
-            own = sorted((node for node in part.nodes if node.op_type != "Constant"), key=lambda node: places[node])
-            found = dict.fromkeys(_origin(node.name or node.op_type, names)[1] for node in own)
-            yield SegmentPart("kernel" if isinstance(part, KernelPart) else "onnxruntime", tuple(found))
-
-    # Binding ----------------------------------------------------------------------------------------------------------
-
-    def bind(
-        self,
-        inputs: Arrays,
-        outputs: Arrays,
-        pool: Pool,
-        rest: Rest,
-        scratch: Callable[[int], Array],
-        names: Mapping[str, str],
-    ) -> Run:
-        """Bind to arrays.
-
-        Args:
-            inputs, outputs: the arrays.
-            pool: threads for kernels.
-            rest: binds what is left.
-            scratch: bytes → memory for the values between parts, used again as soon as nobody reads them.
-            names: name of a node → its name in errors.
-        """
-        arrays = self._places(inputs, outputs, scratch)
-
-        def array(value: ir.Value) -> Array:
-            base = in_place_of(self.aliases.get(value, value)) if value not in arrays else value
-            if base not in arrays:
-                known = constant(value)
-                if known is None:
-                    raise LanguageError(f"{value.name} is nowhere")
-                arrays[value] = base_array = np.asarray(known, order="C")
-                return base_array
-            return arrays[base].reshape(shape_of(value))
-
-        runs: list[Run] = []
-        for part in self.parts:
-            if isinstance(part, KernelPart):
-                runs.append(_bound(part.compiled, [array(v) for v in part.source.operands], pool))
+            own = sorted((node for node in part.nodes if node.op_type != "Constant"), key=lambda node: order[node])
+            nodes = tuple(node.name or node.op_type for node in own)
+            reads, writes = tuple(map(number, part.reads)), tuple(map(number, part.writes))
+            if isinstance(part, _Kernel):
+                kernel = kernels[part.compiled.name] = part.compiled
+                parts.append(KernelPart(kernel.name, kernel.units, kernel.elements, reads, writes, nodes))
             else:
-                made = in_standard_ops(_model_of(part, self.model))
-                for node in made.graph.node:
-                    own, shown = _origin(node.name, names)
-                    node.name = shown + node.name.removeprefix(own)
-                runs.append(
-                    rest(made, {v.name or "": array(v) for v in part.reads}, {v.name or "": array(v) for v in part.writes})
-                )
-        return in_order(runs) if len(runs) > 1 else runs[0]
+                made = in_standard_ops(_model_of(part, self.model)).SerializeToString()
+                parts.append(RestPart(base64.b64encode(made).decode(), reads, writes, nodes))
+        made_here = {*inputs, *(k for part in parts for k in part.writes)}
+        places = [self._place(value, numbers, made_here) for value in values]
+        return SegmentCode(places, inputs, outputs, parts, kernels)
 
-    def _places(self, inputs: Arrays, outputs: Arrays, scratch: Callable[[int], Array]) -> dict[ir.Value, Array]:
-        """Arrays of the segment's inputs and outputs, and of the values between parts."""
-        found: dict[ir.Value, Array] = {v: inputs[v.name or ""] for v in self.graph.inputs if v.name in inputs}
-        found |= {v: outputs[v.name or ""] for v in self.graph.outputs}
-        last: dict[ir.Value, int] = {}
-        for k, part in enumerate(self.parts):
-            for value in part.reads:
-                last[in_place_of(self.aliases.get(value, value))] = k
-                last[value] = k
-        arena, offsets = Arena(), dict[ir.Value, int]()
-        for k, part in enumerate(self.parts):
-            for value in part.writes:
-                if value not in found:
-                    offsets[value] = arena.take(int(size_of(value) * dtype_of(value).itemsize), last.get(value, k))
-            arena.free_after(k)
-        memory = scratch(arena.size)
-        for value, offset in offsets.items():
-            nbytes = int(size_of(value) * dtype_of(value).itemsize)
-            place = memory[offset : offset + nbytes]
-            found[value] = place.view(dtype_of(value).numpy()).reshape(shape_of(value))
-        return found
+    def _place(self, value: ir.Value, numbers: Mapping[ir.Value, int], made: set[int]) -> ValuePlace:
+        base, known = numbers[in_place_of(self.aliases.get(value, value))], constant(value)
+        if numbers[value] not in made and base not in made and known is None:
+            raise LanguageError(f"{value.name} is nowhere")
+        text = None
+        if numbers[value] not in made and base not in made:
+            text = base64.b64encode(np.asarray(known, order="C").tobytes()).decode()
+        return ValuePlace(value.name or "", dtype_of(value).numpy().name, shape_of(value), base, text)
 
 
 class _RefusedError(Exception):
@@ -302,33 +252,7 @@ def _inside(kernel: FusedKernel, in_memory: Callable[[ir.Value], bool]) -> Itera
             pending += [v for v in node.inputs if v is not None and not in_memory(v)]
 
 
-def _origin(name: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """The node among ``names`` that was taken apart into the node called ``name``, and what it is called there."""
-    found = [n for n in names if name == n or name.startswith((f"{n}/", f"{n}."))]
-    own = max(found, key=len, default=name)
-    return own, names.get(own, own)
-
-
-def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
-    addresses = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
-    place, function = ctypes.addressof(addresses), compiled.load()
-    if compiled.units * compiled.elements < 2 * GRAIN or pool.threads == 1:
-        alone = functools.partial(function, place, 0, compiled.units)
-        return _holding(alone, addresses, arrays)
-    grain = max(1, GRAIN // max(1, compiled.elements))
-    return _holding(pool.bind(function, (place,), compiled.units, grain), addresses, arrays)
-
-
-def _holding(run: Run, *held: object) -> Run:
-    """``run``, with the memory whose addresses it knows: that lives as long as the closure."""
-
-    def go(held: object = held) -> None:
-        run()
-
-    return go
-
-
-def _model_of(part: RestPart, model: onnx.ModelProto) -> onnx.ModelProto:
+def _model_of(part: _Rest, model: onnx.ModelProto) -> onnx.ModelProto:
     """The nodes of a part as a model of their own; constants that they read are its initializers."""
     names: Mapping[str, ir.Value] = {
         v.name or "": v for node in part.nodes for v in operands(node) if v is not None and constant(v) is not None

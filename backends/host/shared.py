@@ -1,16 +1,26 @@
-"""Shares the parts of equal segments: the layers of a model differ in the names of their values only."""
+"""Shares the code of equal segments: the layers of a model differ in the names of their values only.
+
+A later process finds it on disk, by a digest of the segment, the compiler and this package's sources.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 
+from graphc.backends.fusion.op_kernels import is_ours
+from graphc.backends.host.compiler import compiler, read_object, write_object
 from graphc.backends.host.language import LanguageError
-from graphc.backends.host.segment import HostSegment
+from graphc.backends.host.segment import compile_segment
+from graphc.backends.host.segment_code import SegmentCode
+from graphc.cache_folder import cache_folder, sources_digest
 from graphc.device import ALIGNMENT, Array
 
 KEPT = 64
@@ -30,7 +40,7 @@ class SharedSegment:
         nodes: name in the parts → name in this segment.
     """
 
-    segment: HostSegment
+    segment: SegmentCode
     values: Mapping[str, str]
     nodes: Mapping[str, str]
 
@@ -47,12 +57,34 @@ def shared_segment(model: onnx.ModelProto, least: int) -> SharedSegment:
     """
     plain, values, nodes = _renamed(model)
     text = plain.SerializeToString(deterministic=True)
-    return SharedSegment((_kept if len(text) <= LONGEST else _made)(text, least), values, nodes)
+    code = (_kept if len(text) <= LONGEST else _made)(text, least)
+    if code is None:
+        raise LanguageError("nothing of it can be compiled, or it is too little")
+    return SharedSegment(code, values, nodes)
 
 
-def _made(text: bytes, least: int) -> HostSegment:
-    return HostSegment(onnx.ModelProto.FromString(text), least)
+def _made(text: bytes, least: int) -> SegmentCode | None:
+    model = onnx.ModelProto.FromString(text)
+    versions = f"{sys.version} {onnx.__version__} {ir.__version__} {np.__version__} {sources_digest().hex()}"
+    name = compiler().name_of("s", versions, str(least), hashlib.sha256(text).hexdigest())
+    path = cache_folder() / "host" / f"{name}.json"
+    keeps = bool(sources_digest()) and is_ours(model)
+    held = read_object(path) if keeps else None
+    if held == _NOTHING:
+        return None
+    found = SegmentCode.from_bytes(held) if held is not None else None
+    if found is None:
+        try:
+            found = compile_segment(model, least)
+        except LanguageError:
+            found = None
+        if keeps:
+            write_object(path, _NOTHING if found is None else found.to_bytes())
+    return found
 
+
+_NOTHING = b"{}"
+"""Kept for a segment in which nothing can be compiled."""
 
 _kept = functools.lru_cache(maxsize=KEPT)(_made)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import io
 import os
 import pickle
@@ -29,8 +28,8 @@ import onnx_ir as ir
 from graphc.backends.cupy.libraries.gemm import PRODUCT
 from graphc.backends.cupy.libraries.registry import LibraryOp
 from graphc.backends.cupy.segment.program import KernelCall, NodeCall, Segment
-from graphc.backends.fusion.op_kernels import OP_KERNELS
-from graphc.ir import DOMAIN
+from graphc.backends.fusion.op_kernels import OP_KERNELS, is_ours
+from graphc.cache_folder import sources_digest
 from graphc.ir.facts import constant, shape_of
 
 PLAIN = frozenset(
@@ -57,7 +56,7 @@ class SegmentCache:
         Args:
             options: every other setting that affects what ``compile`` returns.
         """
-        sources = _sources() if _is_ours(model) else b""
+        sources = _sources() if is_ours(model) else b""
         if not sources:
             return compile()
         text = model.SerializeToString(deterministic=True)
@@ -69,24 +68,12 @@ class SegmentCache:
         return found
 
 
-def _is_ours(model: onnx.ModelProto) -> bool:
-    """Whether only code of this package compiles the segment."""
-    makers = [call.build for found in OP_KERNELS.values() for call in found.kernels]
-    binders = [call.bind for found in OP_KERNELS.values() for call in found.libraries]
-    known = all(maker.__module__.startswith("graphc.") for maker in (*makers, *binders))
-    return known and all(opset.domain in ("", "ai.onnx", DOMAIN) for opset in model.opset_import)
-
-
 @functools.cache
 def _sources() -> bytes:
     """Digest of this package's sources and of its dependencies' versions; empty if there are no sources."""
-    packages = [importlib.util.find_spec(name) for name in ("graphc", "graphc.backends", "graphc.passes")]
-    folders = {folder for spec in packages if spec is not None for folder in spec.submodule_search_locations or ()}
-    files = sorted({path for folder in folders for path in Path(folder).rglob("*.py")})
-    digest = hashlib.sha256(f"{sys.version} {onnx.__version__} {ir.__version__} {np.__version__}".encode())
-    for path in files:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.digest() if files else b""
+    found = sources_digest()
+    versions = f"{sys.version} {onnx.__version__} {ir.__version__} {np.__version__}"
+    return hashlib.sha256(found + versions.encode()).digest() if found else b""
 
 
 def _read(path: Path) -> Segment | None:

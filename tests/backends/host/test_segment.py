@@ -18,7 +18,8 @@ from torch import nn
 import graphc
 from graphc.backend import BACKENDS, Backend, make_backend
 from graphc.backends.host.language import LanguageError
-from graphc.backends.host.segment import HostSegment, KernelPart
+from graphc.backends.host.segment import compile_segment
+from graphc.backends.host.segment_code import KernelPart, SegmentCode
 from graphc.backends.host.shared import Scratch
 from graphc.ir.facts import dtype_of, shape_of
 from tests.backends.fusion.fusion_cases import CASES, legal_case
@@ -53,9 +54,15 @@ def results_of(model: onnx.ModelProto, feeds: dict[str, np.ndarray], backend: An
     graph = ir.from_proto(model).graph
     outputs = {v.name or "": np.full(shape_of(v), 77, dtype_of(v).numpy()) for v in graph.outputs}
     given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
-    segment = HostSegment(model)
-    assert any(isinstance(part, KernelPart) for part in segment.parts)
-    segment.bind(given, outputs, backend.pool, backend.bind_session, Scratch().take, {})()
+    code = compile_segment(model)
+    assert any(isinstance(part, KernelPart) for part in code.parts)
+    code.bind(given, outputs, backend.pool, backend.bind_session, Scratch().take, {})()
+    read = SegmentCode.from_bytes(code.to_bytes())
+    assert read is not None, "its kernels are on disk"
+    again = {name: np.full_like(array, 78) for name, array in outputs.items()}
+    read.bind(given, again, backend.pool, backend.bind_session, Scratch().take, {})()
+    for name, array in outputs.items():
+        assert array.tobytes() == again[name].tobytes(), "code from disk computes the same bits"
     return outputs
 
 
@@ -65,7 +72,7 @@ def test_cases_of_the_standard_run_as_compiled_kernels(name: str, backend: Backe
     _, outputs = case.data_sets[0]
     if name in LEFT:
         with pytest.raises(LanguageError):
-            HostSegment(proto)
+            compile_segment(proto)
         return
     found = results_of(proto, feeds, backend)
     for value, expected in zip(case.model.graph.output, map(plain, outputs), strict=True):
@@ -209,6 +216,53 @@ def test_machine_code_is_kept_for_the_next_process_and_made_again_where_it_is_da
     kept.write_bytes(kept.read_bytes()[:-1] + b"?")
     assert process() == first
     assert kept.stat().st_mtime_ns != made, "a damaged file was used"
+
+
+KEPT = """
+import sys
+import numpy as np, onnx
+from graphc.backend import BACKENDS
+from graphc.backends.host import shared
+from tests.backends.host.test_segment import text
+
+if sys.argv[1] == "later":
+    def compile_segment(*arguments): raise AssertionError("compiled again")
+    shared.compile_segment = compile_segment
+if sys.argv[1] == "plugin":
+    from graphc.backends.fusion.op_kernels import OP_KERNELS, OpKernel
+    def rule(builder, node): return None
+    OP_KERNELS["Plugin"] = OpKernel(decomposition=rule)
+    found, make = [], shared.compile_segment
+    shared.compile_segment = lambda *arguments: found.append(1) or make(*arguments)
+model = text("s = Sigmoid(x) g = Gather(s, i) y = Mul(g, c)", "3000,4", "2,4")
+for name, value in (("i", np.array([1, 2999])), ("c", np.float32([1, 2, 3, 4]))):
+    model.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+x, y = np.arange(12000, dtype=np.float32).reshape(3000, 4) / 6000, np.zeros((2, 4), np.float32)
+BACKENDS["onnxruntime"](threads=1, spin=False).bind_segment(model, {"x": x}, {"y": y})()
+assert sys.argv[1] != "plugin" or found == [1], "a plugin's rule may have changed since"
+print(y.tobytes().hex())
+"""
+
+
+@pytest.mark.full  # five processes
+def test_a_segment_is_kept_for_the_next_process_and_made_again_where_it_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
+
+    def process(kind: str) -> str:
+        return subprocess.run([sys.executable, "-c", KEPT, kind], capture_output=True, text=True, check=True).stdout
+
+    first = process("first")
+    (kept,) = (tmp_path / "host").glob("*.json")
+    assert process("later") == first
+    assert process("plugin") == first
+    kept.write_bytes(kept.read_bytes()[:-1] + b"?")
+    assert process("first") == first, "a damaged file"
+    for code in (tmp_path / "host").glob("k*.o"):
+        code.unlink()
+    assert process("first") == first, "kernels that are gone"
+    assert process("later") == first
 
 
 def test_little_arithmetic_is_left_to_onnxruntime_unless_asked_for() -> None:
