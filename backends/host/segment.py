@@ -27,7 +27,7 @@ from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.backends.host.compiler import HostKernel, compiler
 from graphc.backends.host.generator import HostGenerator
 from graphc.backends.host.language import LanguageError
-from graphc.backends.host.segment_code import KernelPart, ValuePlace, RestPart, SegmentCode
+from graphc.backends.host.segment_code import KernelPart, RestPart, SegmentCode, ValuePlace
 from graphc.gradient import key_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
