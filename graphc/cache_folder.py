@@ -36,12 +36,14 @@ def cache_path(*words: str, suffix: str = "") -> Path:
 
 @functools.cache
 def sources_digest() -> bytes:
-    """A digest of this package's sources: by path, size and time of the last change; empty if there are none."""
+    """A digest of the text of this package's sources, the same wherever they lie; empty if there are none."""
     packages = [importlib.util.find_spec(name) for name in ("graphc", "graphc.backends", "graphc.passes")]
     folders = {folder for spec in packages if spec is not None for folder in spec.submodule_search_locations or ()}
-    files = {path: os.stat(path) for folder in folders for path in Path(folder).rglob("*.py")}
-    text = "\n".join(f"{path} {found.st_size} {found.st_mtime_ns}" for path, found in sorted(files.items()))
-    return hashlib.sha256(text.encode()).digest() if files else b""
+    files = sorted({path for folder in folders for path in Path(folder).rglob("*.py")})
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.digest() if files else b""
 
 
 @functools.cache

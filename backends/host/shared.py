@@ -27,7 +27,7 @@ KEPT = 64
 """Segments whose parts are kept for their equals."""
 
 LONGEST = 1 << 20
-"""Bytes of a segment that is kept, constants included."""
+"""Bytes of a segment that is kept, in this process and on disk, constants included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def _made(text: bytes, least: int) -> SegmentCode | None:
     versions = f"{sys.version} {onnx.__version__} {ir.__version__} {np.__version__} {sources_digest().hex()}"
     name = compiler().name_of("s", versions, str(least), hashlib.sha256(text).hexdigest())
     path = cache_folder() / "host" / f"{name}.json"
-    keeps = bool(sources_digest()) and is_ours(model)
+    keeps = len(text) <= LONGEST and bool(sources_digest()) and is_ours(model)
     held = read_object(path) if keeps else None
     if held == _NOTHING:
         return None
