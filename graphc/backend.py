@@ -249,6 +249,10 @@ class Backend(Capabilities, Protocol):
         """Whether a 1-D float array holds neither NaN nor infinity; called between the backward pass and the updates."""
         return bool(np.isfinite(self.memory.fetch(array)).all())
 
+    def remark(self) -> str:
+        """What of this installation makes the backend start or run faster or slower, for ``graphc doctor``; empty: nothing."""
+        return ""
+
     def close(self) -> None:
         """Release threads and sessions."""
         return

@@ -231,6 +231,11 @@ class OnnxRuntimeBackend(Backend):
             self._counts[key] = self._ledger.bind_count(array, lambda part: kernels.bind_nonfinite_count(part, self.pool))
         return self._counts[key]
 
+    def remark(self) -> str:
+        from graphc.backends.onnxruntime import ahead  # late: it imports every kernel, and runs as a module of its own
+
+        return ahead.state()
+
     def close(self) -> None:
         self._counts.clear()
         self._ledger.clear()

@@ -82,6 +82,19 @@ def _child(level: str, share: int, count: int) -> int:
     return subprocess.run(command, env={**os.environ, "GRAPHC_PROCESSOR": level}, check=False).returncode
 
 
+def state() -> str:
+    """How many kernels of the list are compiled ahead of time for this processor, and what to do when some are not."""
+    level = processor().level
+    if level is None:
+        return "Numba compiles kernels for this processor on first use"
+    names = _listed()
+    ready = sum((AHEAD / str(level) / f"{name}.o").exists() for name in names)
+    found = f"{ready} of {len(names)} kernels compiled ahead of time ({level})"
+    if ready == len(names):
+        return found
+    return f"{found}; Numba compiles others on first use, 'python -m {__package__}.ahead' all of them now"
+
+
 def _listed() -> dict[str, tuple[NumbaFunction, list[str]]]:
     """Name of the code, kernel and argument types of each line of the list."""
     found = {}

@@ -1,8 +1,7 @@
 """One measurement: ``python -m graphc.bench.measure graphc|torch MODEL …`` prints a JSON line.
 
 Each side runs in its own process, so that the thread pools do not disturb each other. With several workers the same command
-runs
-in each: graphc over MPI, PyTorch under DistributedDataParallel over gloo.
+runs in each: graphc over MPI, PyTorch under DistributedDataParallel over gloo.
 """
 
 from __future__ import annotations
@@ -105,7 +104,12 @@ def torch_side(arguments: argparse.Namespace) -> dict[str, Any]:
         return float(loss.item())
 
     first = step()
-    return {"ms": _measure(step, arguments.seconds), "loss": first, "rank": rank}
+    found = {"ms": _measure(step, arguments.seconds), "loss": first, "rank": rank}
+    if size > 1:
+        # Gloo's threads may abort a process that exits while its peer still closes their connection.
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return found
 
 
 def _share(model: str, rank: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -19,21 +20,22 @@ EXAMPLES = (
 READY = "ready"
 
 
-def statuses(names: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
-    """Return every backend, or those of ``names``, with :data:`READY` or the reason why it does not start here."""
+def statuses(names: Iterable[str] | None = None) -> Iterator[tuple[str, str, str]]:
+    """Every backend, or those of ``names``, with :data:`READY` or the reason why it does not start here, and its remark."""
     from graphc.backend import BACKENDS
     from graphc.errors import GraphcError
 
     for name in BACKENDS if names is None else names:
         factory = BACKENDS[name]
         try:
-            factory(threads=1, spin=False).close()
+            with contextlib.closing(factory(threads=1, spin=False)) as backend:
+                remark = backend.remark()
         except (GraphcError, ImportError) as error:
-            yield name, str(error)
+            yield name, str(error), ""
         except Exception as error:  # of a plugin, or of a library beneath it
-            yield name, f"does not start: {type(error).__name__}: {error}"
+            yield name, f"does not start: {type(error).__name__}: {error}", ""
         else:
-            yield name, READY
+            yield name, READY, remark
 
 
 def command(
@@ -44,10 +46,10 @@ def command(
     from graphc.backend import BACKENDS, KERNELS, backend_options
 
     rows: list[dict[str, Any]] = []
-    for found, status in statuses(None if name is None else (name,)):
+    for found, status, remark in statuses(None if name is None else (name,)):
         kernels = sorted(op for backend, op in KERNELS if backend == found)
         origin, known = BACKENDS.origin(found), list(backend_options(found))
-        rows.append({"name": found, "status": status, "options": known, "kernels": kernels, "origin": origin})
+        rows.append({"name": found, "status": status, "remark": remark, "options": known, "kernels": kernels, "origin": origin})
     if form is Format.json:
         output.document(rows if name is None else rows[0])
     elif name is None:
@@ -61,7 +63,7 @@ def command(
             {
                 "backend": row["name"],
                 "module": row["origin"],
-                "status": row["status"],
+                "status": "; ".join(filter(None, (row["status"], row["remark"]))),
                 "options": ", ".join(row["options"]) or "none",
                 "kernels": ", ".join(row["kernels"]) or "none of its own: it runs standard ops",
             }

@@ -184,8 +184,9 @@ def _backends() -> Iterator[Finding]:
     """Start every backend once, as a trainer does."""
     from graphc.cli.backends import statuses
 
-    for name, status in statuses():
-        yield Finding(f"backend {name}", "ok" if status == READY else "missing", status)
+    for name, status, remark in statuses():
+        detail = "; ".join(filter(None, (status, remark)))
+        yield Finding(f"backend {name}", "ok" if status == READY else "missing", detail)
 
 
 def _cache() -> Iterator[Finding]:

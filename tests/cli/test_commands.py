@@ -275,6 +275,8 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     states = {f["what"]: f["state"] for f in found["findings"]}
     assert states["numpy"] == states["onnxruntime"] == states["workers over MPI"] == "ok"
     assert states["backend onnxruntime"] == "ok"
+    details = {f["what"]: f["detail"] for f in found["findings"]}
+    assert "kernels" in details["backend onnxruntime"], "how many are compiled ahead of time, or that Numba compiles them"
     assert {"GPU driver", "nvmath-python", "nccl4py", "onnxruntime-gpu"} <= states.keys()
 
 

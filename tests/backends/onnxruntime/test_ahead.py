@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from graphc.backends.host.compiler import write_object
 from graphc.backends.host.processor import processor
+from graphc.backends.onnxruntime import ahead
 from graphc.backends.onnxruntime.ahead import LIST, function_of
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of
@@ -125,6 +127,23 @@ def test_kernels_name_nothing_that_their_digest_does_not_cover() -> None:
         for kernel in kernels:
             if kernel.py_func.__module__ == module:
                 assert not foreign & set(kernel.py_func.__code__.co_names), kernel.place
+
+
+@pytest.mark.skipif(processor().level is None, reason="no code is made ahead of time for this processor")
+def test_doctor_is_told_how_many_kernels_are_compiled_and_how_to_compile_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "AHEAD", tmp_path)
+    missing = ahead.state()
+    assert missing.startswith(f"0 of {len(LINES)} kernels compiled ahead of time ({processor().level}); ")
+    assert "'python -m graphc.backends.onnxruntime.ahead'" in missing
+    for line in LINES:
+        function = function_of(line)
+        assert function is not None
+        identity = identity_of(function, line.split()[1:])
+        assert identity is not None
+        write_object(tmp_path / str(processor().level) / f"{ahead_name(identity)}.o", b"")
+    assert ahead.state() == f"{len(LINES)} of {len(LINES)} kernels compiled ahead of time ({processor().level})"
 
 
 @pytest.mark.full  # four processes, two of which compile
