@@ -23,13 +23,12 @@ from llvmlite import ir as ll
 
 from graphc.backends.fusion import expressions
 from graphc.backends.fusion.kernel_source import KernelSource
-from graphc.backends.host import language
+from graphc.backends.host import language, object_files
 from graphc.backends.host.emit import Emitter
 from graphc.backends.host.generator import Loops
 from graphc.backends.host.kinds import I64
 from graphc.backends.host.mathematics import Mathematics
 from graphc.backends.host.processor import processor
-from graphc.cache_folder import cache_folder
 from graphc.ir.facts import dtype_of
 
 POINTER = ll.PointerType()
@@ -226,13 +225,12 @@ class Compiler:
         name = "k" + hashlib.sha256(key.encode()).hexdigest()[:24]
         with self._lock:
             if name not in self._functions and name not in self._awaited:
-                path = self._path(name)
-                code = read_object(path)
+                code = object_files.read_cached(f"{name}.o")
                 if code is not None:
                     self._functions[name] = self._function(code, name)
                 else:
                     text = str(module_of(source, loops, name))
-                    self._awaited[name] = self._behind.submit(self._kept, path, lambda: self._machine_code(text))
+                    self._awaited[name] = self._behind.submit(self._kept, name, lambda: self._machine_code(text))
         units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
         return HostKernel(name, functools.partial(self._load, name), units, elements)
 
@@ -240,7 +238,7 @@ class Compiler:
         """A kernel of this process or an earlier one; None: it must be compiled."""
         with self._lock:
             if name not in self._functions and name not in self._awaited:
-                code = read_object(self._path(name))
+                code = object_files.read_cached(f"{name}.o")
                 if code is None:
                     return None
                 self._functions[name] = self._function(code, name)
@@ -273,10 +271,10 @@ class Compiler:
             return self._addresses[name]
 
     def file_address(self, name: str, path: Path) -> int | None:
-        """The address of the function ``name`` in an object file that :func:`write_object` wrote; None: there is none."""
+        """The address of the function ``name`` in an object file of :mod:`.object_files`; None: there is none."""
         with self._lock:
             if name not in self._addresses:
-                code = read_object(path)
+                code = object_files.read_object(path)
                 if code is None:
                     return None
                 self._addresses[name] = self._loaded(code, name)
@@ -296,18 +294,13 @@ class Compiler:
             return self._addresses[name]
 
     def _address(self, name: str, make: Callable[[], bytes]) -> int:
-        path = self._path(name)
-        code = read_object(path)
-        return self._loaded(self._kept(path, make) if code is None else code, name)
+        code = object_files.read_cached(f"{name}.o")
+        return self._loaded(self._kept(name, make) if code is None else code, name)
 
     @staticmethod
-    def _path(name: str) -> Path:
-        return cache_folder() / "host" / f"{name}.o"
-
-    @staticmethod
-    def _kept(path: Path, make: Callable[[], bytes]) -> bytes:
+    def _kept(name: str, make: Callable[[], bytes]) -> bytes:
         code = make()
-        write_object(path, code)
+        object_files.write_cached(f"{name}.o", code)
         return code
 
     def _machine_code(self, module: str) -> bytes:
@@ -333,27 +326,6 @@ def _own_text() -> str:
     """A digest of this compiler: other text makes other code."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def read_object(path: Path) -> bytes | None:
-    """An object file that :func:`write_object` wrote; None where there is none, or it is damaged."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    digest, code = data[:32], data[32:]
-    return code if hashlib.sha256(code).digest() == digest else None
-
-
-def write_object(path: Path, code: bytes) -> None:
-    """Keep an object file behind its digest, whole or not at all; without room on the disk it is made again next time."""
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft.write_bytes(hashlib.sha256(code).digest() + code)
-        draft.replace(path)
-    except OSError:
-        draft.unlink(missing_ok=True)
 
 
 _STARTING = threading.Lock()

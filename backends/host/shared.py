@@ -16,11 +16,12 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backends.fusion.op_kernels import is_ours
-from graphc.backends.host.compiler import compiler, read_object, write_object
+from graphc.backends.host import object_files
+from graphc.backends.host.compiler import compiler
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import compile_segment
 from graphc.backends.host.segment_code import SegmentCode
-from graphc.cache_folder import cache_folder, sources_digest
+from graphc.cache_folder import sources_digest
 from graphc.device import ALIGNMENT, Array
 
 KEPT = 64
@@ -67,9 +68,8 @@ def _made(text: bytes, least: int) -> SegmentCode | None:
     model = onnx.ModelProto.FromString(text)
     versions = f"{sys.version} {onnx.__version__} {ir.__version__} {np.__version__} {sources_digest().hex()}"
     name = compiler().name_of("s", versions, str(least), hashlib.sha256(text).hexdigest())
-    path = cache_folder() / "host" / f"{name}.json"
     keeps = len(text) <= LONGEST and bool(sources_digest()) and is_ours(model)
-    held = read_object(path) if keeps else None
+    held = object_files.read_cached(f"{name}.json") if keeps else None
     if held == _NOTHING:
         return None
     found = SegmentCode.from_bytes(held) if held is not None else None
@@ -79,7 +79,7 @@ def _made(text: bytes, least: int) -> SegmentCode | None:
         except LanguageError:
             found = None
         if keeps:
-            write_object(path, _NOTHING if found is None else found.to_bytes())
+            object_files.write_cached(f"{name}.json", _NOTHING if found is None else found.to_bytes())
     return found
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from graphc.backends.host.compiler import write_object
+from graphc.backends.host.object_files import write_object
 from graphc.backends.host.processor import LEVELS, processor
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.kernels.products import open_blas

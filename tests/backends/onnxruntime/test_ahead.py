@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphc.backends.host.compiler import write_object
+from graphc.backends.host.object_files import write_object
 from graphc.backends.host.processor import processor
 from graphc.backends.onnxruntime import ahead
 from graphc.backends.onnxruntime.ahead import LIST, function_of
@@ -22,7 +22,7 @@ KERNEL = """
 import sys
 from pathlib import Path
 import numpy as np
-from graphc.backends.host.compiler import write_object
+from graphc.backends.host.object_files import write_object
 from graphc.backends.onnxruntime import machine_code
 from graphc.backends.onnxruntime.kernels.activations import _relu_grad
 from graphc.backends.onnxruntime.pool import ThreadPool
