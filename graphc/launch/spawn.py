@@ -6,7 +6,9 @@ with ``RANK`` and its like in the environment. When one ends badly the others ar
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,15 +17,24 @@ import time
 from collections.abc import Sequence
 
 from graphc.distributed.tcp_store.job_secret import JOB_SECRET, LISTEN_ADDRESS, LOOPBACK, new_secret
+from graphc.errors import WorldError
 
 TICK = 0.05  # seconds between looks at the ranks
 PATIENCE = 1.0  # seconds in which the others notice a failure themselves, and say more about it
 
+PORTS = range(20000, 32768)
+"""Ports that systems give to no outgoing connection, which could take one before rank 0 listens at it."""
+
+TRIES = 50
+"""Ports that are tried before the system chooses one."""
+
 
 def free_port() -> int:
     """A port of the loopback that nobody listens at."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return int(listener.getsockname()[1])
+    for port in (*random.SystemRandom().sample(PORTS, TRIES), 0):
+        with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)) as listener:
+            return int(listener.getsockname()[1])
+    raise WorldError("no port of the loopback is free")
 
 
 def main(size: int, argv: Sequence[str]) -> int:

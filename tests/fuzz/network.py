@@ -24,6 +24,7 @@ from graphc.distributed.tcp_store import server as store_server
 from graphc.distributed.tcp_store.channel import PROTOCOL, TAG, Hello, prove_to_rank, prove_to_store
 from graphc.distributed.tcp_store.client import Store
 from graphc.errors import GraphcError, WorldError
+from graphc.launch.spawn import free_port
 
 SECRET = b"the secret of this run"
 SHORT = 0.1  # seconds: deadline where a rogue may keep ranks waiting
@@ -130,8 +131,7 @@ class Meeting:
 
 
 def _free() -> Place:
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return LOOPBACK, int(listener.getsockname()[1])
+    return LOOPBACK, free_port()
 
 
 def _connect(place: Place) -> socket.socket:

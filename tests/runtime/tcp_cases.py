@@ -7,7 +7,7 @@ from typing import Any
 
 from graphc.distributed.tcp_store.client import Store
 from graphc.errors import WorldError
-from tests.runtime.tcp_run import free_port
+from graphc.launch.spawn import free_port
 
 OPEN = """
 import os, sys, time

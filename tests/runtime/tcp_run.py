@@ -10,7 +10,6 @@ import inspect
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphc.launch.spawn import free_port
 from tests.runtime.mpi_run import _CALL, HANG, ROOT, Done
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def start_tcp(

@@ -20,9 +20,10 @@ from graphc.distributed.tcp_store.client import Store
 from graphc.distributed.tcp_store.job_secret import job_secret, listening_place, meeting_place
 from graphc.distributed.tcp_store.server import StoreServer
 from graphc.errors import UsageError, WorldError
+from graphc.launch.spawn import free_port
 from tests.runtime.listening import addresses
 from tests.runtime.tcp_cases import OPEN, SECRET, both, pair
-from tests.runtime.tcp_run import finish, free_port, run_tcp, start_tcp
+from tests.runtime.tcp_run import finish, run_tcp, start_tcp
 
 pytestmark = pytest.mark.full
 

@@ -20,12 +20,13 @@ from graphc.distributed.tcp_store.client import Store
 from graphc.distributed.tcp_store.job_secret import meeting_place
 from graphc.distributed.world import find_world
 from graphc.errors import UsageError, WorldError
+from graphc.launch.spawn import free_port
 from tests.backends.strict import StrictMemory
 from tests.runtime.collective_cases import everything, queue_and_gather, tree_of_blocks
 from tests.runtime.mpi_run import ROOT
 from tests.runtime.on_device import OnDevice
 from tests.runtime.tcp_cases import OPEN, SECRET, both, pair
-from tests.runtime.tcp_run import finish, free_port, map_tcp, run_tcp, start_tcp
+from tests.runtime.tcp_run import finish, map_tcp, run_tcp, start_tcp
 
 pytestmark = pytest.mark.full
 
