@@ -271,7 +271,7 @@ class Compiler:
             return self._addresses[name]
 
     def file_address(self, name: str, path: Path) -> int | None:
-        """The address of the function ``name`` in an object file of :mod:`.object_files`; None: there is none."""
+        """The address of the function ``name`` in a file that ``object_files.write_object`` wrote; None: there is none."""
         with self._lock:
             if name not in self._addresses:
                 code = object_files.read_object(path)

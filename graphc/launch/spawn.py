@@ -23,7 +23,10 @@ TICK = 0.05  # seconds between looks at the ranks
 PATIENCE = 1.0  # seconds in which the others notice a failure themselves, and say more about it
 
 PORTS = range(20000, 32768)
-"""Ports that systems give to no outgoing connection, which could take one before rank 0 listens at it."""
+"""Ports below those that Linux and macOS give to outgoing connections.
+
+An outgoing connection could take a port of its range between this process's look and the moment when rank 0 listens.
+"""
 
 TRIES = 50
 """Ports that are tried before the system chooses one."""
