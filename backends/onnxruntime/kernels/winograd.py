@@ -19,21 +19,18 @@ import numpy as np
 from graphc.backend import Pool
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import Scratchpad
+from graphc.backends.onnxruntime.kernels.panels import add_rows, multiply_rows
 from graphc.backends.onnxruntime.vectors.functions import (
     LANES,
     PANEL,
     array_of,
     floats_at,
     scratch_function,
-    tile_function,
     transpose_square,
     two_sided_function,
 )
 from graphc.device import Array, Run, in_order
 from graphc.ir.ops.convolution import Window
-
-tile1, tile2, tile3, tile4, tile5, tile6 = (tile_function(rows) for rows in range(1, 7))
-add1, add2, add3, add4, add5, add6 = (tile_function(rows, adds=True) for rows in range(1, 7))
 
 _BT = ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1))
 _G = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
@@ -158,44 +155,6 @@ def _rows_of(strips: int, tall: int) -> int:
 
 
 @jit
-def _product(a, a_row, a_step, b, b_row, depth, c, c_row, rows):
-    r = 0
-    while rows - r >= 6:
-        tile6(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
-        r += 6
-    left, s, t = rows - r, a + r * a_row, c + r * c_row
-    if left == 1:
-        tile1(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 2:
-        tile2(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 3:
-        tile3(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 4:
-        tile4(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 5:
-        tile5(s, a_row, a_step, b, b_row, depth, t, c_row)
-
-
-@jit
-def _add_product(a, a_row, a_step, b, b_row, depth, c, c_row, rows):
-    r = 0
-    while rows - r >= 6:
-        add6(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
-        r += 6
-    left, s, t = rows - r, a + r * a_row, c + r * c_row
-    if left == 1:
-        add1(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 2:
-        add2(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 3:
-        add3(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 4:
-        add4(s, a_row, a_step, b, b_row, depth, t, c_row)
-    elif left == 5:
-        add5(s, a_row, a_step, b, b_row, depth, t, c_row)
-
-
-@jit
 def _transform_weights(w, channels, outs, turned, cell, start, stop):
     """u[panel, k, c, lane] = (G w Gᵀ)[k] of channel c and result panel · PANEL + lane."""
     source = window_of_weights()
@@ -300,7 +259,9 @@ def _convolve(x, bias, y, geometry, cell, start, stop):
             u = cell[0]
             for panel in range(-(-outs // PANEL)):
                 for k in range(16):
-                    _product(v + k * step, deep * 4, 4, u, PANEL * 4, channels, p + k * small, PANEL * 4, (last - first) * wide)
+                    multiply_rows(
+                        v + k * step, deep * 4, 4, u, PANEL * 4, channels, p + k * small, PANEL * 4, (last - first) * wide
+                    )
                     u += channels * PANEL * 4
                 for half in range(2):
                     c = panel * PANEL + half * LANES
@@ -332,9 +293,9 @@ def _weight_products(x, dy, geometry, cell, start, stop):
                     a, b = z + k * other, v + k * step + c * 4
                     sums = cell[0] + (part * size + k * outs * deep + c) * 4
                     if block == begin:
-                        _product(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, outs)
+                        multiply_rows(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, outs)
                     else:
-                        _add_product(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, outs)
+                        add_rows(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, outs)
 
 
 @jit

@@ -157,6 +157,15 @@ transpose_square = Deferred(_INTRINSICS, "transpose_square")
 """``f(x, x_row, y, y_row)`` for compiled code: y = xᵀ for LANES × LANES floats at an address; ``_row`` is the bytes from one
 row to the next."""
 
+
+def copy_function(vectors: int) -> Any:
+    """A function ``f(x, x_row, y, y_row, rows)`` for compiled code: copies ``vectors`` vectors of each of ``rows`` rows, in turn.
+
+    ``_row`` is the bytes from one row to the next; a row may begin within the one before.
+    """
+    return Deferred(_INTRINSICS, "copy_function", vectors)
+
+
 floats_at = Deferred(_INTRINSICS, "floats_at")
 """``f(address)`` for compiled code: the address, as a pointer to float32 that :data:`array_of` takes."""
 

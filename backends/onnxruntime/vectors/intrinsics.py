@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,13 @@ def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
     return run
 
 
+def fetch_for_writing(builder: ll.IRBuilder, place: Any) -> None:
+    """Bring the cache line of an address near."""
+    kind = ll.FunctionType(ll.VoidType(), (POINTER, I32, I32, I32))
+    known = builder.module.globals.get("llvm.prefetch.p0")
+    builder.call(known or ll.Function(builder.module, kind, "llvm.prefetch.p0"), (place, I32(1), I32(3), I32(1)))
+
+
 def tile_function(rows: int, adds: bool) -> Any:
     """See :func:`.functions.tile_function`."""
 
@@ -51,7 +59,9 @@ def tile_function(rows: int, adds: bool) -> Any:
                 for row in (builder.add(c, builder.mul(c_row, I64(r))) for r in range(rows))
             ]
             zero = ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES)
-            first = [[builder.load(place, typ=kind, align=4) if adds else zero for place in row] for row in targets]
+            if adds:
+                for place in itertools.chain(*targets):
+                    fetch_for_writing(builder, place)
             before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("done")
             builder.branch(loop)
             builder.position_at_end(loop)
@@ -77,13 +87,16 @@ def tile_function(rows: int, adds: bool) -> Any:
             k.add_incoming(following, end)
             for r in range(rows):
                 for v in range(2):
-                    sums[r][v].add_incoming(first[r][v], before)
+                    sums[r][v].add_incoming(zero, before)
                     sums[r][v].add_incoming(made[r][v], end)
             builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
             builder.position_at_end(after)
             for r in range(rows):
                 for v in range(2):
-                    builder.store(made[r][v], targets[r][v], align=4)
+                    total = made[r][v]
+                    if adds:  # last, when c has come: sums that start with it would wait for memory
+                        total = builder.fadd(total, builder.load(targets[r][v], typ=kind, align=4))
+                    builder.store(total, targets[r][v], align=4)
             return context.get_dummy_value()
 
         return types.void(a, a_row, a_step, b, b_row, depth, c, c_row), emit
@@ -163,6 +176,29 @@ def transpose_square() -> Any:
             return context.get_dummy_value()
 
         return types.void(x, x_row, y, y_row), emit
+
+    return run
+
+
+def copy_function(vectors: int) -> Any:
+    """See :func:`.functions.copy_function`."""
+
+    @intrinsic
+    def run(typing_context, x, x_row, y, y_row, rows):
+        kind = ll.VectorType(F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, y, y_row, rows = (context.cast(builder, v, t, types.int64) for v, t in given)
+            with cgutils.for_range(builder, rows, intp=I64) as loop:
+                source, target = (builder.add(a, builder.mul(loop.index, row)) for a, row in ((x, x_row), (y, y_row)))
+                for v in range(vectors):
+                    places = (builder.inttoptr(builder.add(a, I64(4 * LANES * v)), POINTER) for a in (source, target))
+                    taken, given = places
+                    builder.store(builder.load(taken, typ=kind, align=4), given, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, y, y_row, rows), emit
 
     return run
 

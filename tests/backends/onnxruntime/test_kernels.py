@@ -23,7 +23,7 @@ ort = pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 from graphc.backends.onnxruntime.kernels import bind_nonfinite_count, convolution, onednn  # noqa: E402
-from graphc.backends.onnxruntime.kernels.linear import parts_of_product  # noqa: E402
+from graphc.backends.onnxruntime.kernels.panels import parts_of_product  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
 from tests.backends.onnxruntime.node_cases import compare, native, reference, single_node  # noqa: E402
 
@@ -285,10 +285,8 @@ def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> N
 
 
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
-@pytest.mark.parametrize(("m", "k", "n"), [(1024, 200, 100), (67, 1024, 512), (300, 131, 1024)])
-def test_products_of_matrices_whose_rows_are_parts_of_pages_apart(
-    m: int, k: int, n: int, a: int, b: int, pool: ThreadPool
-) -> None:
+@pytest.mark.parametrize(("m", "k", "n"), [(1024, 200, 100), (67, 1024, 512), (300, 131, 1024), (64, 300, 1100), (99, 515, 77)])
+def test_products_of_large_matrices_in_every_layout(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> None:
     left, right = normal(*((k, m) if a else (m, k))), normal(*((n, k) if b else (k, n)))
     for bias in (None, normal(n)):
         compare("Gemm", [left, right, bias], {"transA": a, "transB": b}, pool)
