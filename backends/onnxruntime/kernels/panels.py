@@ -40,7 +40,7 @@ GAP = 32
 
 def product_in_panels(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None) -> Run:
     """c = a·b + bias for matrices of which one step is 4 bytes each, a and b possibly transposed."""
-    parts = np.array(parts_of_product(*c.shape, pool.threads), dtype=np.int64)
+    parts = np.array(parts_of_product(c.shape[0], c.shape[1], pool.threads), dtype=np.int64)
     each = 4 * ((WIDE // PANEL + 1) * (DEPTH * PANEL + GAP) + TALL // ROWS * (DEPTH * ROWS + GAP) + TALL * PANEL)
     scratch = scratchpad_of(pool)
     scratch.reserve(each * len(parts))
