@@ -86,12 +86,12 @@ NARROW, SHALLOW = 64, 128
 
 
 def _is_better_in_panels(a: Array, b: Array) -> bool:
-    """Whether oneDNN, which reads operands in place, goes down columns of them.
+    """Whether oneDNN, which reads operands in place, goes down their columns.
 
-    It is best where rows of both operands are contiguous along the sums, as in a linear layer: 97 of 97 GFLOP/s on an AMD
-    core. Rows of b that lie a multiple of a page apart share a few sets of the cache, and so may columns: 41 for the weight
-    gradient of 1024 outputs by 256 inputs and 1024 rows, 68 for 384 × 384 × 512, 84 to 93 for others. oneDNN's code for AVX-512
-    copies operands itself.
+    Where both operands are contiguous along the sums, as in a linear layer, oneDNN reaches 97 of 97 GFLOP/s on an AMD core, if
+    columns of b do not lie multiples of a page apart, which share a few sets of the cache. In other layouts it reaches 84 to
+    93, and less where rows of an operand share sets: 41 for the weight gradient of 1024 outputs by 256 inputs and 1024 rows.
+    oneDNN's code for AVX-512 copies operands itself.
     """
     if LANES != 8 or min(a.shape[0], b.shape[1]) < NARROW or a.shape[1] < SHALLOW:
         return False

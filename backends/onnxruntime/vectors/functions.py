@@ -161,8 +161,7 @@ row to the next."""
 def copy_function(vectors: int) -> Any:
     """A function ``f(x, x_row, y, y_row, rows)`` for compiled code: copies ``vectors`` vectors of each of ``rows`` rows.
 
-    ``_row`` is the bytes from one row to the next; rows are copied in turn, and one may begin within
-    the one before.
+    ``_row`` is the bytes from one row to the next. Rows are copied in turn; one may overlap the one before.
     """
     return Deferred(_INTRINSICS, "copy_function", vectors)
 

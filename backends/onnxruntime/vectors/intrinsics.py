@@ -36,8 +36,8 @@ def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
     return run
 
 
-def fetch_for_writing(builder: ll.IRBuilder, place: Any) -> None:
-    """Bring the cache line of an address near."""
+def _fetch_for_writing(builder: ll.IRBuilder, place: Any) -> None:
+    """Bring the cache line of an address into the nearest cache, to be written."""
     kind = ll.FunctionType(ll.VoidType(), (POINTER, I32, I32, I32))
     known = builder.module.globals.get("llvm.prefetch.p0")
     builder.call(known or ll.Function(builder.module, kind, "llvm.prefetch.p0"), (place, I32(1), I32(3), I32(1)))
@@ -61,7 +61,7 @@ def tile_function(rows: int, adds: bool) -> Any:
             zero = ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES)
             if adds:
                 for place in itertools.chain(*targets):
-                    fetch_for_writing(builder, place)
+                    _fetch_for_writing(builder, place)
             before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("done")
             builder.branch(loop)
             builder.position_at_end(loop)
@@ -193,9 +193,8 @@ def copy_function(vectors: int) -> Any:
             with cgutils.for_range(builder, rows, intp=I64) as loop:
                 source, target = (builder.add(a, builder.mul(loop.index, row)) for a, row in ((x, x_row), (y, y_row)))
                 for v in range(vectors):
-                    places = (builder.inttoptr(builder.add(a, I64(4 * LANES * v)), POINTER) for a in (source, target))
-                    taken, given = places
-                    builder.store(builder.load(taken, typ=kind, align=4), given, align=4)
+                    here, there = (builder.inttoptr(builder.add(a, I64(4 * LANES * v)), POINTER) for a in (source, target))
+                    builder.store(builder.load(here, typ=kind, align=4), there, align=4)
             return context.get_dummy_value()
 
         return types.void(x, x_row, y, y_row, rows), emit

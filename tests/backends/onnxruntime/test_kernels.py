@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -290,6 +293,52 @@ def test_products_of_large_matrices_in_every_layout(m: int, k: int, n: int, a: i
     left, right = normal(*((k, m) if a else (m, k))), normal(*((n, k) if b else (k, n)))
     for bias in (None, normal(n)):
         compare("Gemm", [left, right, bias], {"transA": a, "transB": b}, pool)
+
+
+OTHER_VECTORS = """
+import dataclasses
+import sys
+
+import numpy as np
+
+from graphc.backends.host import processor as module
+
+lanes = int(sys.argv[1])
+found = dataclasses.replace(module.processor(), lanes=lanes, level=None)
+module.processor = lambda: found
+
+from graphc.backends.onnxruntime.kernels.panels import product_in_panels
+from graphc.backends.onnxruntime.pool import ThreadPool
+
+rng = np.random.default_rng(0)
+pool = ThreadPool(2)
+worst = 0.0
+for m, k, n in ((1, 3, 2), (70, 300, 131), (256, 40, 64)):
+    turned_a, turned_b = rng.standard_normal((k, m), dtype=np.float32).T, rng.standard_normal((n, k), dtype=np.float32).T
+    for a in (turned_a, turned_a.copy(order="C")):
+        for b in (turned_b, turned_b.copy(order="C")):
+            for bias in (None, rng.standard_normal(n, dtype=np.float32)):
+                c, exact = np.full((m, n), np.nan, dtype=np.float32), a.astype(np.float64) @ b + (0 if bias is None else bias)
+                product_in_panels(pool, a, b, c, bias)()
+                worst = max(worst, float(np.abs(c - exact).max() / np.abs(exact).max()))
+pool.close()
+print(worst < 1e-5, worst)
+"""
+
+
+@pytest.mark.full  # processes that compile
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_products_in_panels_with_vectors_of_other_processors(
+    lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
+    found = subprocess.run([sys.executable, "-c", OTHER_VECTORS, str(lanes)], capture_output=True, text=True, check=False)
+    assert found.stdout.startswith("True"), found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("threads", [2, 3, 4])
+def test_a_small_result_is_shared_among_threads(threads: int) -> None:
+    assert len(parts_of_product(64, 64, threads)) == threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 6, 7, 16])
