@@ -7,6 +7,7 @@ transposed or split. Milliseconds for 32 heads of 128 × 128 over 32 elements on
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Binding, kernel
+from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
-from graphc.backends.onnxruntime.kernels.products import open_blas, product
+from graphc.backends.onnxruntime.kernels.onednn import scratchpad_of
+from graphc.backends.onnxruntime.kernels.panels import GAP, copy_to_panels, multiply_panels, panels_bytes
+from graphc.backends.onnxruntime.vectors.functions import LANES, PANEL, array_of, floats_at
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.attention import HEADS, operand_axes, packed, sizes, written
@@ -99,7 +102,7 @@ def _heads(
         else:
             bias = mask.reshape(-1)
     table = np.concatenate([table, np.array([steps], dtype=np.int64)])
-    numbers = np.array([k.attributes["scale"], 1.0, 0.0, k.attributes["factor"]], dtype=np.float32)
+    numbers = np.array([k.attributes["scale"], k.attributes["factor"]], dtype=np.float32)
     kept = np.empty((0, 1), dtype=np.float32) if keep is None else keep.reshape(-1, keep.shape[-1])
     flat = [array.reshape(-1) for array, _ in operands]
     probabilities = k.attributes["saves"] == "probabilities"
@@ -127,55 +130,89 @@ def _rows(queries: int, keys: int, causal: bool) -> int:
 @kernel("onnxruntime", "graphc::ScaledDotProductAttention", when=_fits)
 def scaled_dot_product_attention(k: Binding) -> Run:
     """y = (p ∘ keep)·v, p = softmax(scale·q·kᵀ + mask)"""
-    open_blas()
     q, key, value = given(k.inputs, 3)
     y, saved = given(k.outputs, 2)
     mask, keep = optional(k.inputs, 3), optional(k.inputs, 4)
     heads = _heads(k, q, key, value, mask, keep, [(y, operand_axes(k.attributes["layout"])[3])])
-    batch, count, _, queries, keys = (int(n) for n in heads.shape[:5])
+    batch, count, _, queries, keys, size, width = (int(n) for n in heads.shape)
     parts, rows = min(k.pool.threads, batch * count), _rows(queries, keys, heads.causal)
-    scratch = np.empty((parts, rows, keys), dtype=np.float32)
-    arguments = (*heads.flat, heads.rows(saved), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
-    pool = k.pool
-    return pool.bind(_forward, arguments, parts)
+    scratch = _scratch(k.pool, parts, rows, keys, [(size, keys), (keys, width)], scores=1)
+    arguments = (*heads.flat, heads.rows(saved), *heads.masks, heads.table, heads.shape, heads.numbers, *scratch)
+    return k.pool.bind(_forward, arguments, parts)
+
+
+def _scratch(
+    pool: Pool, parts: int, rows: int, keys: int, panels: Sequence[tuple[int, int]], *, scores: int
+) -> tuple[Array, Array]:
+    """What a kernel computes in: the cell that holds the scratchpad's address, and numbers.
+
+    A part of the heads has ``scores`` areas of ``rows`` × ``keys`` floats, one for each matrix in panels, and one for columns
+    that do not fill a panel. The numbers are rows of an area of scores, bytes of such a row, bytes of a part, the number of
+    parts, and the byte of a part at which each area begins.
+    """
+    line = 4 * (-(-keys // PANEL) * PANEL + LANES)  # not a multiple of the distance at which rows share sets of the cache
+    each = [*[rows * line] * scores, *(panels_bytes(*matrix) for matrix in panels), max(rows, keys) * PANEL * 4]
+    begins = [0, *itertools.accumulate(-(-n // 64) * 64 for n in each)]
+    scratch = scratchpad_of(pool)
+    scratch.reserve(begins[-1] * parts)
+    return scratch.cell, np.array([rows, line, begins[-1], parts, *begins[:-1]], dtype=np.int64)
 
 
 @jit
-def _forward(q, k, v, y, saved, bias, seen, keep, causal, probabilities, table, shape, numbers, scratch, start, stop):
+def _forward(q, k, v, y, saved, bias, seen, keep, causal, probabilities, table, shape, numbers, cell, areas, start, stop):
     batch, heads, key_heads, queries, keys, size, width = shape
-    parts, block = scratch.shape[0], scratch.shape[1]
-    scale, one, zero = numbers.ctypes.data, numbers.ctypes.data + 4, numbers.ctypes.data + 8
+    block, line, each, parts = areas[0], areas[1], areas[2], areas[3]
+    of_k, of_v = (size * PANEL + GAP) * 4, (keys * PANEL + GAP) * 4
     for part in range(start, stop):
+        base, held = cell[0] + part * each, -1
+        at_scores, at_panels_k, at_panels_v, edge = base + areas[4], base + areas[5], base + areas[6], base + areas[7]
+        tile = array_of(floats_at(at_scores), (block, line // 4))
         for item in range(batch * heads * part // parts, batch * heads * (part + 1) // parts):
             b, h = item // heads, item % heads
             g = h * key_heads // heads
             at_q, at_y = _at(q, table[0], b, h), _at(y, table[3], b, h)
-            at_k, at_v = _at(k, table[1], b, g), _at(v, table[2], b, g)
+            if held != b * key_heads + g:
+                held = b * key_heads + g
+                at_k, at_v = _at(k, table[1], b, g), _at(v, table[2], b, g)
+                copy_to_panels(at_k, 4, 4 * table[1, 3], size, keys, at_panels_k)
+                _scale(at_panels_k, (keys + PANEL - 1) // PANEL * (of_k // 4), numbers[0])
+                copy_to_panels(at_v, 4 * table[2, 3], 4, keys, width, at_panels_v)
             for first in range(0, queries, block):
                 last = min(first + block, queries)
                 count, limit = last - first, min(keys, last) if causal else keys
-                if probabilities:
-                    tile = saved[item * queries + first : item * queries + last]
-                else:
-                    tile = scratch[part]
+                columns = (limit + PANEL - 1) // PANEL * PANEL
                 row_q, row_y = at_q + 4 * first * table[0, 3], at_y + 4 * first * table[3, 3]
-                product(
-                    False, True, count, limit, size, scale, row_q, table[0, 3], at_k, table[1, 3], zero, tile.ctypes.data, keys
+                multiply_panels(
+                    row_q, 4 * table[0, 3], 4, count, at_panels_k, of_k, size, at_scores, line, columns, False, edge
                 )
                 for r in range(count):
-                    row = tile[r]
+                    row, number = tile[r, :keys], item * queries + first + r
                     own = min(limit, first + r + 1) if causal else limit
                     if table[4, 0] >= 0:
                         _mask(row[:own], bias, seen, table[4], b, h, first + r)
                     top, total = _softmax(row, own)
-                    if own < keys:
-                        row[own:] = np.float32(0.0)
-                    if not probabilities:
-                        saved[item * queries + first + r, 0] = top + np.float32(math.log(total))
+                    row[own:] = np.float32(0.0)
+                    if probabilities:
+                        _copy(saved[number], row)
+                    else:
+                        saved[number, 0] = top + np.float32(math.log(total))
                     if keep.size > 0:
-                        _drop(scratch[part, r, :limit], row, keep[item * queries + first + r], numbers[3], probabilities)
-                at_tile = scratch[part].ctypes.data if keep.size > 0 else tile.ctypes.data
-                product(False, False, count, width, limit, one, at_tile, keys, at_v, table[2, 3], zero, row_y, table[3, 3])
+                        _drop(row[:limit], keep[number], numbers[1])
+                multiply_panels(at_scores, line, 4, count, at_panels_v, of_v, limit, row_y, 4 * table[3, 3], width, False, edge)
+
+
+@jit
+def _copy(out, x):
+    for c in range(out.size):
+        out[c] = x[c]
+
+
+@jit
+def _scale(at, count, factor):
+    """Multiply ``count`` floats at an address."""
+    x = array_of(floats_at(at), (count,))
+    for c in range(count):
+        x[c] *= factor
 
 
 @jit
@@ -219,20 +256,15 @@ def _softmax(row, own):
 
 
 @jit
-def _drop(out, row, keep, factor, apart):
-    """out = row · factor · keep; unless ``apart``, out and row are one, and LLVM knows it."""
-    if apart:
-        for c in range(out.size):
-            out[c] = row[c] * (factor * keep[c])
-    else:
-        for c in range(out.size):
-            out[c] *= factor * keep[c]
+def _drop(row, keep, factor):
+    """row = row · factor · keep"""
+    for c in range(row.size):
+        row[c] *= factor * keep[c]
 
 
 @kernel("onnxruntime", "graphc::ScaledDotProductAttentionGrad", when=_fits)
 def scaled_dot_product_attention_grad(k: Binding) -> Run:
     """∂v = (p ∘ keep)ᵀ·dy,  ∂q = scale·ds·k,  ∂k = scale·dsᵀ·q  with ds = p·(dp - Σ dy·y), dp = keep ∘ dy·vᵀ"""
-    open_blas()
     dy, q, key, value = given(k.inputs, 4)
     y, saved = given(k.inputs[5:], 2)
     axes = operand_axes(k.attributes["layout"])
@@ -241,73 +273,76 @@ def scaled_dot_product_attention_grad(k: Binding) -> Run:
     targets = [(gradients.get(i, whole), axes[i]) for i in range(3)]
     others = [(y, axes[3]), (dy, axes[3]), *((array, layout) for array, layout in targets if array is not None)]
     heads = _heads(k, q, key, value, k.inputs[4], optional(k.inputs, 7), others)
-    batch, _, key_heads, queries, keys = (int(n) for n in heads.shape[:5])
+    batch, _, key_heads, queries, keys, size, width = (int(n) for n in heads.shape)
     parts, rows = min(k.pool.threads, batch * key_heads), _rows(queries, keys, heads.causal)
-    scratch = np.empty((parts, 2, rows, keys), dtype=np.float32)
-    arguments = (*heads.flat, heads.rows(saved), *heads.masks, heads.table, heads.shape, heads.numbers, scratch)
-    pool = k.pool
-    return pool.bind(_backward, arguments, parts)
+    panels = [(width, keys), (keys, size), (rows, size), (rows, width), (size, keys)]
+    scratch = _scratch(k.pool, parts, rows, keys, panels, scores=2)
+    arguments = (*heads.flat, heads.rows(saved), *heads.masks, heads.table, heads.shape, heads.numbers, *scratch)
+    return k.pool.bind(_backward, arguments, parts)
 
 
 @jit
 def _backward(
-    q, k, v, y, dy, dq, dk, dv, saved, bias, seen, keep, causal, probabilities, table, shape, numbers, scratch, start, stop
+    q, k, v, y, dy, dq, dk, dv, saved, bias, seen, keep, causal, probabilities, table, shape, numbers, cell, areas, start, stop
 ):
     batch, heads, key_heads, queries, keys, size, width = shape
-    parts, block = scratch.shape[0], scratch.shape[2]
-    scale, one, zero = numbers.ctypes.data, numbers.ctypes.data + 4, numbers.ctypes.data + 8
+    block, line, each, parts = areas[0], areas[1], areas[2], areas[3]
+    of_k, of_v = (size * PANEL + GAP) * 4, (width * PANEL + GAP) * 4
+    of_keys, of_queries = (keys * PANEL + GAP) * 4, (block * PANEL + GAP) * 4
     group = heads // key_heads
+    row_of_q, row_of_dy, row_of_dq = 4 * table[0, 3], 4 * table[4, 3], 4 * table[5, 3]
+    row_of_dk, row_of_dv = 4 * table[6, 3], 4 * table[7, 3]
     for part in range(start, stop):
-        ds = scratch[part, 0]
-        at_ds = ds.ctypes.data
+        base = cell[0] + part * each
+        at_ds, at_p, at_panels_v, at_panels_k = base + areas[4], base + areas[5], base + areas[6], base + areas[7]
+        at_panels_q, at_panels_dy, at_scaled_k, edge = base + areas[8], base + areas[9], base + areas[10], base + areas[11]
+        slopes, shares = array_of(floats_at(at_ds), (block, line // 4)), array_of(floats_at(at_p), (block, line // 4))
         for item in range(batch * key_heads * part // parts, batch * key_heads * (part + 1) // parts):
             b, g = item // key_heads, item % key_heads
             at_k, at_v = _at(k, table[1], b, g), _at(v, table[2], b, g)
             at_dk, at_dv = _at(dk, table[6], b, g), _at(dv, table[7], b, g)
-            so_far = zero
+            copy_to_panels(at_v, 4, 4 * table[2, 3], width, keys, at_panels_v)
+            copy_to_panels(at_k, 4 * table[1, 3], 4, keys, size, at_panels_k)
+            if not probabilities:
+                copy_to_panels(at_k, 4, 4 * table[1, 3], size, keys, at_scaled_k)
+                _scale(at_scaled_k, (keys + PANEL - 1) // PANEL * (of_k // 4), numbers[0])
+            adds = False
             for h in range(g * group, (g + 1) * group):
                 blocks = (queries + block - 1) // block
                 for number in range(blocks):
                     # the last block sees most keys: it comes first, and writes all rows of ∂k and ∂v, unseen ones as zeros
                     first = (blocks - 1 - number) * block
                     last = min(first + block, queries)
-                    count, limit = last - first, min(keys, last) if causal and so_far == one else keys
+                    count, limit = last - first, min(keys, last) if causal and adds else keys
+                    columns = (limit + PANEL - 1) // PANEL * PANEL
                     begin = (b * heads + h) * queries + first
-                    row_q = _at(q, table[0], b, h) + 4 * first * table[0, 3]
-                    row_dy = _at(dy, table[4], b, h) + 4 * first * table[4, 3]
-                    row_dq = _at(dq, table[5], b, h) + 4 * first * table[5, 3]
-                    if probabilities:
-                        tile = saved[begin : begin + count]
-                    else:
-                        tile = scratch[part, 1]
-                        at_tile = tile.ctypes.data
-                        product(
-                            False, True, count, limit, size, scale, row_q, table[0, 3], at_k, table[1, 3], zero, at_tile, keys
-                        )
-                        for r in range(count):
-                            row = tile[r, :limit]
+                    row_q, row_dy = _at(q, table[0], b, h) + first * row_of_q, _at(dy, table[4], b, h) + first * row_of_dy
+                    row_dq = _at(dq, table[5], b, h) + first * row_of_dq
+                    copy_to_panels(row_q, row_of_q, 4, count, size, at_panels_q)
+                    copy_to_panels(row_dy, row_of_dy, 4, count, width, at_panels_dy)
+                    multiply_panels(row_dy, row_of_dy, 4, count, at_panels_v, of_v, width, at_ds, line, columns, False, edge)
+                    if not probabilities:
+                        multiply_panels(row_q, row_of_q, 4, count, at_scaled_k, of_k, size, at_p, line, columns, False, edge)
+                    for r in range(count):
+                        row, slope = shares[r, :limit], slopes[r, :limit]
+                        if probabilities:
+                            _copy(row, saved[begin + r])
+                        else:
                             own = min(limit, first + r + 1) if causal else limit
                             if table[8, 0] >= 0:
                                 _mask(row[:own], bias, seen, table[8], b, h, first + r)
                             _again(row, own, saved[begin + r, 0])
-                    product(False, True, count, limit, width, one, row_dy, table[4, 3], at_v, table[2, 3], zero, at_ds, keys)
-                    shares, kept = tile, keep[:0]
-                    if keep.size > 0:
-                        kept, shares = keep[begin : begin + count], scratch[part, 1]
-                        for r in range(count):
-                            _drop(ds[r, :limit], ds[r], kept[r], numbers[3], False)
-                    start_y = table[3, 0] + b * table[3, 1] + h * table[3, 2] + first * table[3, 3]
-                    start_dy = table[4, 0] + b * table[4, 1] + h * table[4, 2] + first * table[4, 3]
-                    _score_gradient(ds, tile, count, limit, y, start_y, table[3, 3], dy, start_dy, table[4, 3], width)
-                    for r in range(len(kept)):
-                        _drop(shares[r, :limit], tile[r], kept[r], numbers[3], probabilities)
-                    at_tile = shares.ctypes.data
-                    product(
-                        True, False, limit, width, count, one, at_tile, keys, row_dy, table[4, 3], so_far, at_dv, table[7, 3]
-                    )
-                    product(False, False, count, size, limit, scale, at_ds, keys, at_k, table[1, 3], zero, row_dq, table[5, 3])
-                    product(True, False, limit, size, count, scale, at_ds, keys, row_q, table[0, 3], so_far, at_dk, table[6, 3])
-                    so_far = one
+                        at_y = table[3, 0] + b * table[3, 1] + h * table[3, 2] + (first + r) * table[3, 3]
+                        at_dy = table[4, 0] + b * table[4, 1] + h * table[4, 2] + (first + r) * table[4, 3]
+                        if keep.size > 0:
+                            _drop(slope, keep[begin + r], numbers[1])
+                        _score_gradient(slope, row, y[at_y : at_y + width], dy[at_dy : at_dy + width], numbers[0])
+                        if keep.size > 0:
+                            _drop(row, keep[begin + r], numbers[1])
+                    multiply_panels(at_p, 4, line, limit, at_panels_dy, of_queries, count, at_dv, row_of_dv, width, adds, edge)
+                    multiply_panels(at_ds, line, 4, count, at_panels_k, of_keys, limit, row_dq, row_of_dq, size, False, edge)
+                    multiply_panels(at_ds, 4, line, limit, at_panels_q, of_queries, count, at_dk, row_of_dk, size, adds, edge)
+                    adds = True
 
 
 @jit
@@ -324,13 +359,10 @@ def _again(row, own, logarithm):
 
 
 @jit
-def _score_gradient(ds, p, count, limit, y, start_y, step_y, dy, start_dy, step_dy, width):
-    """ds = p·(dp - Σ dy·y), with dp in ds."""
-    for r in range(count):
-        result, slope = y[start_y + r * step_y :], dy[start_dy + r * step_dy :]
-        total = np.float32(0.0)
-        for c in range(width):
-            total += result[c] * slope[c]
-        out, share = ds[r], p[r]
-        for c in range(limit):
-            out[c] = share[c] * (out[c] - total)
+def _score_gradient(ds, p, y, dy, scale):
+    """ds = scale·p·(dp - Σ dy·y), with dp in ds."""
+    total = np.float32(0.0)
+    for c in range(y.size):
+        total += y[c] * dy[c]
+    for c in range(ds.size):
+        ds[c] = scale * p[c] * (ds[c] - total)

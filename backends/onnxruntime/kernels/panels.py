@@ -32,7 +32,7 @@ add1, add2, add3, add4, add5, add6 = (tile_function(rows, adds=True) for rows in
 
 VECTORS = -(-TILE // LANES)
 """Vectors that hold a column of a panel of a."""
-copy_panel, copy_column = copy_function(2), copy_function(VECTORS)
+copy_panel, copy_vector, copy_column = copy_function(2), copy_function(1), copy_function(VECTORS)
 
 DEPTH, TALL, WIDE = 256, 96, 1024
 """Length of a piece of the sums, and the rows of a and columns of b that are copied at once."""
@@ -51,6 +51,11 @@ def product_in_panels(pool: Pool, a: Array, b: Array, c: Array, bias: Array | No
     row = np.empty((0,), dtype=np.float32) if bias is None else bias.reshape(-1)
     run = pool.bind(_multiply, (c, row, table, parts, scratch.cell), len(parts))
     return lambda held=(a, b): run()  # type: ignore[misc]
+
+
+def panels_bytes(depth: int, width: int) -> int:
+    """Size of a matrix of ``depth`` rows and ``width`` columns in panels."""
+    return -(-width // PANEL) * (depth * PANEL + GAP) * 4
 
 
 def parts_of_product(rows: int, columns: int, threads: int) -> list[tuple[int, int, int, int]]:
@@ -110,7 +115,35 @@ def add_rows(a, a_row, a_step, b, b_row, depth, c, c_row, rows):
 
 
 @jit
-def _copy_b(b, row, column, depth, width, packed):
+def multiply_panels(a, a_row, a_step, rows, b, b_panel, depth, c, c_row, columns, adds, edge):
+    """c = a·b, or c += a·b, for a b in panels, ``b_panel`` bytes apart; other addresses and bytes as in ``tile_function``.
+
+    ``edge`` is the address of ``rows`` × PANEL floats of scratch, used when ``columns`` does not fill the last panel.
+    """
+    for k in range(0, depth, DEPTH):
+        piece, x, more = min(DEPTH, depth - k), a + k * a_step, adds or k > 0
+        for n in range(0, columns, PANEL):
+            y, z = b + n // PANEL * b_panel + k * PANEL * 4, c + n * 4
+            if columns - n < PANEL:
+                multiply_rows(x, a_row, a_step, y, PANEL * 4, piece, edge, PANEL * 4, rows)
+                _copy_edge(edge, z, c_row, rows, columns - n, more)
+            elif more:
+                add_rows(x, a_row, a_step, y, PANEL * 4, piece, z, c_row, rows)
+            else:
+                multiply_rows(x, a_row, a_step, y, PANEL * 4, piece, z, c_row, rows)
+
+
+@jit
+def _copy_edge(edge, c, c_row, rows, width, adds):
+    """c = edge, or c += edge, for the first ``width`` columns of a panel."""
+    for r in range(rows):
+        x, y = array_of(floats_at(edge + r * PANEL * 4), (width,)), array_of(floats_at(c + r * c_row), (width,))
+        for v in range(width):
+            y[v] = x[v] + (y[v] if adds else np.float32(0))
+
+
+@jit
+def copy_to_panels(b, row, column, depth, width, packed):
     """packed[p, k, v] = b[k, p·PANEL + v], zero behind the last column; panels are GAP apart."""
     stride = (depth * PANEL + GAP) * 4
     panels = (width + PANEL - 1) // PANEL
@@ -122,6 +155,9 @@ def _copy_b(b, row, column, depth, width, packed):
         y = array_of(floats_at(to), (depth, PANEL))
         for v in range(0, PANEL, LANES):
             n = p * PANEL + v
+            if column == 4 and n + LANES <= width:
+                copy_vector(b + n * 4, row, to + v * 4, PANEL * 4, depth)
+                continue
             square = depth - depth % LANES if column != 4 and n + LANES <= width else 0
             for k in range(0, square, LANES):
                 transpose_square(b + n * column + k * 4, column, to + (k * PANEL + v) * 4, PANEL * 4)
@@ -174,7 +210,7 @@ def _multiply(c, bias, table, parts, cell, start, stop):
             adds = k > 0 or bias.size > 0
             for n in range(left, right, WIDE):
                 width = min(WIDE, right - n)
-                _copy_b(first_b + k * b_row + n * b_column, b_row, b_column, depth, width, of_b)
+                copy_to_panels(first_b + k * b_row + n * b_column, b_row, b_column, depth, width, of_b)
                 for m in range(top, bottom, TALL):
                     height = min(TALL, bottom - m)
                     x = first_a + m * a_row + k * a_step
@@ -199,8 +235,4 @@ def _multiply(c, bias, table, parts, cell, start, stop):
                             rest = z + copied * z_row
                             multiply_rows(x + copied * a_row, a_row, a_step, y, PANEL * 4, depth, rest, z_row, height - copied)
                         if not whole:
-                            found = array_of(floats_at(edge), (TALL, PANEL))
-                            for r in range(height):
-                                for v in range(width - p):
-                                    before = c[m + r, n + p + v] if adds else np.float32(0)
-                                    c[m + r, n + p + v] = before + found[r, v]
+                            _copy_edge(edge, first_c + m * c_row + (n + p) * 4, c_row, height, width - p, adds)
