@@ -22,7 +22,6 @@ from pathlib import Path
 from graphc.backends.host.object_files import write_object
 from graphc.backends.host.processor import LEVELS, processor
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
-from graphc.backends.onnxruntime.kernels.products import open_blas
 from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of, object_of
 from graphc.errors import InternalError, UsageError
 
@@ -108,7 +107,6 @@ def _listed() -> dict[str, tuple[NumbaFunction, list[str]]]:
 
 def _share(share: int, count: int) -> int:
     """Compile every ``count``-th kernel of the list that has no code."""
-    open_blas()
     failed = 0
     for name, (function, kinds) in list(_listed().items())[share::count]:
         path = AHEAD / str(processor().level) / f"{name}.o"

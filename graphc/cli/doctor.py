@@ -31,7 +31,7 @@ EXAMPLES = ("graphc doctor", "graphc doctor --smoke", "graphc doctor --smoke --f
 
 CORE = ("numpy", "onnx", "onnx_ir", "ml_dtypes", "typer", "rich")
 EXTRAS = {
-    "cpu": ("onnxruntime", "numba", "scipy", "threadpoolctl"),
+    "cpu": ("onnxruntime", "numba"),
     "mpi": ("mpi4py",),
     "torch": ("torch", "onnxscript"),
     "demo": ("sklearn",),

@@ -19,10 +19,9 @@ import onnx_ir as ir
 from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
 from graphc.backends.onnxruntime.kernels.onednn import scratchpad_of
 from graphc.backends.onnxruntime.kernels.panels import GAP, copy_to_panels, multiply_panels, panels_bytes
-from graphc.backends.onnxruntime.vectors.functions import LANES, PANEL, array_of, floats_at
+from graphc.backends.onnxruntime.vectors.functions import LANES, PANEL, array_of, exponentials, floats_at, highest_of_row
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.attention import HEADS, operand_axes, packed, sizes, written
@@ -186,14 +185,15 @@ def _forward(q, k, v, y, saved, bias, seen, keep, causal, probabilities, table, 
                     row_q, 4 * table[0, 3], 4, count, at_panels_k, of_k, size, at_scores, line, columns, False, edge
                 )
                 for r in range(count):
-                    row, number = tile[r, :keys], item * queries + first + r
+                    row, number = tile[r], item * queries + first + r
                     own = min(limit, first + r + 1) if causal else limit
                     if table[4, 0] >= 0:
                         _mask(row[:own], bias, seen, table[4], b, h, first + r)
                     top, total = _softmax(row, own)
-                    row[own:] = np.float32(0.0)
+                    row[own:limit] = np.float32(0.0)
                     if probabilities:
-                        _copy(saved[number], row)
+                        _copy(saved[number, :limit], row)
+                        saved[number, limit:] = np.float32(0.0)
                     else:
                         saved[number, 0] = top + np.float32(math.log(total))
                     if keep.size > 0:
@@ -237,21 +237,17 @@ def _mask(row, bias, seen, place, b, h, r):
 
 @jit
 def _softmax(row, own):
-    """Turn the first ``own`` scores into probabilities; returns their maximum m and Σ exp(score - m). A masked row gets
-    zeros.
+    """Turn the first ``own`` scores into probabilities; returns their maximum m and Σ exp(score - m).
+
+    A masked row gets zeros. The last vector is written whole.
     """
-    top = highest_of(row[:own])
+    at = row.ctypes.data
+    top = highest_of_row(at, own)
     if top == -np.float32(np.inf):
         row[:own] = np.float32(0.0)
         return top, np.float32(1.0)
-    total = np.float32(0.0)
-    for c in range(own):
-        share = exp(row[c] - top)
-        row[c] = share
-        total += share
-    inverse = np.float32(1.0) / total
-    for c in range(own):
-        row[c] *= inverse
+    total = exponentials(at, own, top)
+    _scale(at, own, np.float32(1.0) / total)
     return top, total
 
 
@@ -348,12 +344,10 @@ def _backward(
 @jit
 def _again(row, own, logarithm):
     """Recompute the probabilities of the first ``own`` scores of a row from their log-sum-exp."""
-    shown = row[:own]
     if logarithm == -np.float32(np.inf):
-        shown[:] = np.float32(0.0)
+        row[:own] = np.float32(0.0)
     else:
-        for c in range(own):
-            shown[c] = exp(shown[c] - logarithm)
+        exponentials(row.ctypes.data, own, logarithm)
     if own < row.size:
         row[own:] = np.float32(0.0)
 

@@ -17,12 +17,11 @@ from graphc.backends.onnxruntime.kernels import depthwise, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
-from graphc.backends.onnxruntime.kernels.products import open_blas, product
+from graphc.backends.onnxruntime.kernels.panels import GAP, copy_to_panels, multiply_panels, panels_bytes
+from graphc.backends.onnxruntime.vectors.functions import PANEL
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.convolution import Window
-
-_NUMBERS = np.array([1.0, 0.0], dtype=np.float32)
 
 
 def _with_onednn(node: ir.Node) -> bool:
@@ -143,7 +142,6 @@ def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequ
 
 def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
     """Each thread sums over its own samples: im2col of one sample in cache, then a matrix product."""
-    open_blas()
     window, group = Window.of(k.attributes, x.shape[2:], dw.shape[2:]), int(k.attributes.get("group", 1))
     assert window.begin is not None
     lift = [1] * (4 - x.ndim)  # one spatial axis is treated as two with a height of one
@@ -155,7 +153,8 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
     patch = per_group * taps[0] * taps[1]
     parts = min(k.pool.threads, samples)
     patches = np.zeros((parts, patch, positions), dtype=np.float32)
-    products = np.empty((parts, outs, patch), dtype=np.float32)
+    panels = np.empty((parts, panels_bytes(positions, patch) // 4), dtype=np.float32)
+    edges = np.empty((parts, outs, PANEL), dtype=np.float32)
     sums = np.empty((parts, group, outs, patch), dtype=np.float32)
     geometry = np.array(
         [*taps, *lift, *window.strides, *lift, *window.dilations, *(0 for _ in lift), *window.begin], dtype=np.int64
@@ -165,9 +164,9 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
         dy.reshape(samples, group, outs, positions),
         np.array([rows, columns], dtype=np.int64),
         np.array(geometry, dtype=np.int64),
-        _NUMBERS,
         patches,
-        products,
+        panels,
+        edges,
         sums,
     )
     flat_sums, flat = sums.reshape(parts, -1), dw.reshape(-1)
@@ -175,21 +174,20 @@ def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
 
 
 @jit
-def _accumulate(x, dy, out, geometry, numbers, patches, products, sums, start, stop):
+def _accumulate(x, dy, out, geometry, patches, panels, edges, sums, start, stop):
     """Each part sums the gradient over its own samples."""
     parts, outs, patch, positions = sums.shape[0], dy.shape[2], patches.shape[1], patches.shape[2]
     samples, groups = x.shape[0], x.shape[1]
-    one, zero = numbers.ctypes.data, numbers.ctypes.data + 4
+    step = (positions * PANEL + GAP) * 4
     for part in range(start, stop):
         sums[part] = 0.0
         for n in range(samples * part // parts, samples * (part + 1) // parts):
             for g in range(groups):
                 _unfold(x[n, g], out, geometry, patches[part])
-                a, b, c = dy[n, g].ctypes.data, patches[part].ctypes.data, products[part].ctypes.data
-                product(False, True, outs, patch, positions, one, a, positions, b, positions, zero, c, patch)
-                for m in range(products.shape[1]):
-                    for j in range(products.shape[2]):
-                        sums[part, g, m, j] += products[part, m, j]
+                a, b, c = dy[n, g].ctypes.data, panels[part].ctypes.data, sums[part, g].ctypes.data
+                copy_to_panels(patches[part].ctypes.data, 4, 4 * positions, positions, patch, b)
+                edge = edges[part].ctypes.data
+                multiply_panels(a, 4 * positions, 4, outs, b, step, positions, c, 4 * patch, patch, True, edge)
 
 
 @jit

@@ -10,11 +10,8 @@ earlier start has left (:mod:`graphc.backends.onnxruntime.machine_code`).
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
-
-import threadpoolctl
 
 from graphc.backends.host.processor import processor
 
@@ -92,10 +89,3 @@ def specialized(factory: Callable[..., F]) -> Callable[..., F]:
         return function
 
     return kernel
-
-
-def single_threaded_blas() -> None:
-    """Limit SciPy's BLAS to one thread: the pool's threads call it in parallel."""
-    for controller in threadpoolctl.ThreadpoolController().lib_controllers:
-        if controller.user_api == "blas" and "scipy" in controller.filepath.replace(os.sep, "/"):
-            controller.set_num_threads(1)

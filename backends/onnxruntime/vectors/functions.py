@@ -166,6 +166,15 @@ def copy_function(vectors: int) -> Any:
     return Deferred(_INTRINSICS, "copy_function", vectors)
 
 
+highest_of_row = Deferred(_INTRINSICS, "highest_of_row")
+"""``f(x, count)`` for compiled code: the maximum of ``count`` floats at an address; NaN if one is. Reads whole vectors."""
+
+exponentials = Deferred(_INTRINSICS, "exponentials")
+"""``f(x, count, top)`` for compiled code: x = exp(x - top), in place, and the sum, for ``count`` floats that are at most top.
+
+What is below e⁻⁸⁷ becomes 0. Reads and writes whole vectors: the rest of the last one becomes 0.
+"""
+
 floats_at = Deferred(_INTRINSICS, "floats_at")
 """``f(address)`` for compiled code: the address, as a pointer to float32 that :data:`array_of` takes."""
 

@@ -77,10 +77,7 @@ def tile_function(rows: int, adds: bool) -> Any:
             made = []
             for r in range(rows):
                 value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), POINTER), typ=F32, align=4)
-                lane = builder.insert_element(ll.Constant(kind, ll.Undefined), value, I32(0))
-                same = builder.shuffle_vector(
-                    lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(I32, LANES), None)
-                )
+                same = _in_all_lanes(builder, value)
                 made.append([call(builder, "fma", kind, same, taken[v], sums[r][v]) for v in range(2)])
             following = builder.add(k, I64(1))
             end = builder.block
@@ -273,3 +270,82 @@ def taps_function(taps: int) -> Any:
         return types.void(x, x_row, offsets, dy, dy_row, rows, blocks, sums), emit
 
     return run
+
+
+def highest_of_row() -> Any:
+    """See :data:`.functions.highest_of_row`."""
+
+    @intrinsic
+    def run(typing_context, x, count):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x, count = (context.cast(builder, v, t, types.int64) for v, t in zip(arguments, signature.args, strict=True))
+            lowest, kind = _vector_of(float("-inf")), ll.VectorType(F32, LANES)
+            best = cgutils.alloca_once_value(builder, lowest)
+            with cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (at, _):
+                found = Vector(builder, [x], count, at, LANES).load(0)
+                found = builder.select(_within(builder, at, count), found, lowest)
+                builder.store(call(builder, "maximum", kind, builder.load(best, typ=kind), found), best)
+            return _folded(builder, "maximum", builder.load(best, typ=kind))
+
+        return types.float32(x, count), emit
+
+    return run
+
+
+def exponentials() -> Any:
+    """See :data:`.functions.exponentials`."""
+
+    @intrinsic
+    def run(typing_context, x, count, top):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x, count = (
+                context.cast(builder, v, t, types.int64) for v, t in zip(arguments[:2], signature.args[:2], strict=True)
+            )
+            highest = _in_all_lanes(builder, context.cast(builder, arguments[2], signature.args[2], types.float32))
+            zero, kind = _vector_of(0.0), ll.VectorType(F32, LANES)
+            total = cgutils.alloca_once_value(builder, zero)
+            with cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (at, _):
+                vector = Vector(builder, [x], count, at, LANES)
+                below = vector.sub(vector.load(0), highest)
+                counts = builder.fcmp_unordered(">=", below, vector.number(-87.0))
+                counts = builder.and_(counts, _within(builder, at, count))
+                value = builder.select(counts, vector.exp(below), zero)
+                vector.store(value, 0)
+                builder.store(vector.add(builder.load(total, typ=kind), value), total)
+            return _folded(builder, "add", builder.load(total, typ=kind))
+
+        return types.float32(x, count, top), emit
+
+    return run
+
+
+def _within(builder: ll.IRBuilder, at: Any, count: Any) -> Any:
+    """The lanes of the vector at position ``at`` that are among ``count``."""
+    kind = ll.VectorType(I32, LANES)
+    left = builder.trunc(builder.sub(count, at), I32)
+    return builder.icmp_signed("<", ll.Constant(kind, [I32(k) for k in range(LANES)]), _in_all_lanes(builder, left))
+
+
+def _vector_of(number: float) -> Any:
+    return ll.Constant(ll.VectorType(F32, LANES), [ll.Constant(F32, number)] * LANES)
+
+
+def _in_all_lanes(builder: ll.IRBuilder, value: Any) -> Any:
+    kind = ll.VectorType(value.type, LANES)
+    lane = builder.insert_element(ll.Constant(kind, ll.Undefined), value, I32(0))
+    return builder.shuffle_vector(lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(I32, LANES), None))
+
+
+def _folded(builder: ll.IRBuilder, how: str, vector: Any) -> Any:
+    """The sum or the maximum over the lanes of a vector, halves first."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        halves = [
+            builder.shuffle_vector(
+                vector, ll.Constant(vector.type, ll.Undefined), ll.Constant(ll.VectorType(I32, width), order)
+            )
+            for order in ([I32(k) for k in range(width)], [I32(width + k) for k in range(width)])
+        ]
+        vector = builder.fadd(*halves) if how == "add" else call(builder, how, halves[0].type, *halves)
+    return builder.extract_element(vector, I32(0))
