@@ -21,7 +21,7 @@ from pathlib import Path
 
 from graphc.backends.host.object_files import write_object
 from graphc.backends.host.processor import LEVELS, processor
-from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
+from graphc.backends.onnxruntime.kernels.jit import NumbaFunction, numba_package
 from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of, object_of
 from graphc.errors import InternalError, UsageError
 
@@ -107,7 +107,7 @@ def _listed() -> dict[str, tuple[NumbaFunction, list[str]]]:
 
 def _share(share: int, count: int) -> int:
     """Compile every ``count``-th kernel of the list that has no code."""
-    failed = 0
+    failed, refused = 0, numba_package().core.errors.NumbaError  # a line whose types its kernel does not take
     for name, (function, kinds) in list(_listed().items())[share::count]:
         path = AHEAD / str(processor().level) / f"{name}.o"
         try:
@@ -115,7 +115,7 @@ def _share(share: int, count: int) -> int:
                 write_object(path, object_of(function, kinds, name))
                 if not path.exists():
                     raise UsageError(f"{path.parent} cannot be written")
-        except (InternalError, UsageError) as error:
+        except (InternalError, UsageError, refused) as error:
             failed = 1
             print(f"{function.place} {' '.join(kinds)}: {error}", file=sys.stderr)
     return failed
