@@ -120,7 +120,7 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
     label = workers.share(torch.randint(0, kind.classes, kind.labels))
     found: dict[str, float] = {}
     steps: dict[str, Callable[[], Any]] = {}
-    trainers, timers, losses = [], [], dict[str, list[float]]()
+    timers, losses = [], dict[str, list[float]]()
     for side, backend in SIDES.items():
         program = graphc.compile(
             module,
@@ -139,8 +139,7 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
             found["first"] = clock() - start
         losses[side] += [trainer.step(feeds)["loss"] for _ in range(9)]
         timer.seconds.clear()
-        trainers.append(trainer)
-        timers.append((side, timer, trainer.steps_done))
+        timers.append((side, timer, trainer, trainer.steps_done))
         steps[side] = lambda trainer=trainer, feeds=feeds: trainer.step(feeds)
     if arguments.compile:
         steps["compile"] = stepper(workers.wrap(torch.compile(copy.deepcopy(module))), inputs, label, LEARNING_RATE)
@@ -155,11 +154,10 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
     for _ in range(arguments.rounds):
         for side, step in steps.items():
             found[side] = min(found.get(side, float("inf")), workers.round(step, arguments.seconds, clock))
-    for side, timer, before in timers:
+    for side, timer, trainer, before in timers:
         if arguments.profile:
             print(f"{side}:", file=sys.stderr)
-            timer.report(trainers[0].steps_done - before, int(os.environ.get("MOST", "25")))
-    for trainer in trainers:
+            timer.report(trainer.steps_done - before, int(os.environ.get("MOST", "25")))
         trainer.close()
     return found
 
