@@ -22,7 +22,6 @@ from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import compile_segment
 from graphc.backends.host.segment_code import SegmentCode
 from graphc.cache_folder import sources_digest
-from graphc.device import ALIGNMENT, Array
 
 KEPT = 64
 """Segments whose parts are kept for their equals."""
@@ -112,18 +111,3 @@ def _renamed(model: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, str], d
     for held in graph.output:
         held.name = number(held.name)
     return found, values, nodes
-
-
-class Scratch:
-    """Memory for the values between the parts of a segment; the segments of a worker run one after another and share it."""
-
-    def __init__(self) -> None:
-        self._memory: Array = np.zeros(0, np.uint8)
-
-    def take(self, nbytes: int) -> Array:
-        """``nbytes`` bytes, aligned; what another segment left lies in them."""
-        if self._memory.size < nbytes:
-            held = np.zeros(nbytes + ALIGNMENT, np.uint8)
-            start = -held.ctypes.data % ALIGNMENT
-            self._memory = held[start : start + nbytes]
-        return self._memory[:nbytes]

@@ -34,9 +34,10 @@ try:
     from graphc.backends.host import segment as host
     from graphc.backends.host.language import LanguageError
     from graphc.backends.host.processor import check_runs_here
-    from graphc.backends.host.shared import Scratch, SharedSegment, shared_segment
+    from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
+    from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
     from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool
@@ -97,7 +98,7 @@ class OnnxRuntimeBackend(Backend):
         self._alone = session_options(1, spin=False)
         self._fuse = fuse
         self.separate = SEPARATE if fuse else None
-        self._scratch = Scratch()
+        self._scratch = scratchpad_of(self.pool)
         self._prepared: dict[int, tuple[onnx.ModelProto, SharedSegment | None]] = {}
         self._least = 1 if fuse_small else host.LEAST
         self._counts: dict[tuple[int, int, str], Callable[[], int]] = {}

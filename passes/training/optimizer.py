@@ -105,7 +105,6 @@ def _divisor(graph: ir.Graph) -> ir.Value | None:
 
 def _state(graph: ir.Graph, parameter: ir.Value, name: str, start: float) -> ir.Value:
     """A new initializer ``parameter::name`` of the parameter's type and shape, filled with ``start``."""
-    array = np.zeros(array_of(parameter).shape, dtype=dtype_of(parameter).numpy())  # takes no memory before it is written
-    if start:
-        array.fill(start)
+    number = np.asarray(start, dtype=dtype_of(parameter).numpy())
+    array = np.broadcast_to(number, array_of(parameter).shape)  # one number in memory
     return add_initializer(graph, f"{parameter.name}::{name}", array)

@@ -19,8 +19,8 @@ import onnx_ir as ir
 from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.onednn import scratchpad_of
 from graphc.backends.onnxruntime.kernels.panels import GAP, copy_to_panels, multiply_panels, panels_bytes
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import LANES, PANEL, array_of, exponentials, floats_at, highest_of_row
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims

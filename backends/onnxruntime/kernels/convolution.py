@@ -16,8 +16,9 @@ from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels import depthwise, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library, scratchpad_of
+from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
 from graphc.backends.onnxruntime.kernels.panels import GAP, copy_to_panels, multiply_panels, panels_bytes
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import PANEL
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims

@@ -12,8 +12,9 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library, scratchpad_of
+from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
 from graphc.backends.onnxruntime.kernels.panels import product_in_panels
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import LANES
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims

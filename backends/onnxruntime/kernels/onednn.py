@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from graphc.backend import Pool
+from graphc.backends.onnxruntime.kernels.scratch import Scratchpad
 
 Handle: TypeAlias = "ctypes.c_void_p"
 
@@ -159,37 +159,6 @@ def _resting_threads() -> Iterator[None]:
         yield
     finally:
         del os.environ["GOMP_SPINCOUNT"]
-
-
-class Scratchpad:
-    """Memory for copies in blocked layouts, shared by all primitives of one pool, which never run at the same time.
-
-    It grows while kernels are bound, so addresses are taken at the first run after it grew; ``cell`` holds the present one.
-    """
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self.cell = np.zeros(1, dtype=np.int64)
-        self._raw = np.zeros(64, dtype=np.uint8)
-        self.cell[0] = self.address
-
-    def reserve(self, nbytes: int) -> None:
-        if nbytes + 64 > self._raw.nbytes:
-            self._raw = np.zeros(nbytes + 64, dtype=np.uint8)
-            self.cell[0] = self.address
-            self.generation += 1
-
-    @property
-    def address(self) -> int:
-        return -(-int(self._raw.ctypes.data) // 64) * 64
-
-
-_SCRATCHPADS: weakref.WeakKeyDictionary[Pool, Scratchpad] = weakref.WeakKeyDictionary()
-
-
-def scratchpad_of(pool: Pool) -> Scratchpad:
-    """The scratchpad of all primitives that one pool runs."""
-    return _SCRATCHPADS.setdefault(pool, Scratchpad())
 
 
 class Primitive:

@@ -14,7 +14,7 @@ import numpy as np
 
 from graphc.backend import Pool
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.onednn import scratchpad_of
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import (
     LANES,
     PANEL,

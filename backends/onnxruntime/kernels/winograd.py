@@ -18,8 +18,8 @@ import numpy as np
 
 from graphc.backend import Pool
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.onednn import Scratchpad
 from graphc.backends.onnxruntime.kernels.panels import add_rows, multiply_rows
+from graphc.backends.onnxruntime.kernels.scratch import Scratchpad
 from graphc.backends.onnxruntime.vectors.functions import (
     LANES,
     PANEL,

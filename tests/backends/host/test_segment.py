@@ -20,7 +20,7 @@ from graphc.backend import BACKENDS, Backend, make_backend
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import compile_segment
 from graphc.backends.host.segment_code import KernelPart, SegmentCode
-from graphc.backends.host.shared import Scratch
+from graphc.device import aligned_zeros
 from graphc.ir.facts import dtype_of, shape_of
 from tests.backends.fusion.fusion_cases import CASES, legal_case
 from tests.conformance.suite import plain
@@ -56,11 +56,11 @@ def results_of(model: onnx.ModelProto, feeds: dict[str, np.ndarray], backend: An
     given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
     code = compile_segment(model)
     assert any(isinstance(part, KernelPart) for part in code.parts)
-    code.bind(given, outputs, backend.pool, backend.bind_session, Scratch().take, {})()
+    code.bind(given, outputs, backend.pool, backend.bind_session, aligned_zeros, {})()
     read = SegmentCode.from_bytes(code.to_bytes())
     assert read is not None, "its kernels are on disk"
     again = {name: np.full_like(array, 78) for name, array in outputs.items()}
-    read.bind(given, again, backend.pool, backend.bind_session, Scratch().take, {})()
+    read.bind(given, again, backend.pool, backend.bind_session, aligned_zeros, {})()
     for name, array in outputs.items():
         assert array.tobytes() == again[name].tobytes(), "code from disk computes the same bits"
     return outputs

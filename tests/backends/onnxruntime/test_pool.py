@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from graphc.backends.onnxruntime import pool as pools
-from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, Scratchpad, library
+from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
+from graphc.backends.onnxruntime.kernels.scratch import Scratchpad
 from graphc.errors import InternalError
 
 

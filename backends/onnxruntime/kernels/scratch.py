@@ -1,0 +1,56 @@
+"""Scratch memory of one worker: all kernels and segments of a pool run one after another and share it."""
+
+from __future__ import annotations
+
+import weakref
+
+import numpy as np
+
+from graphc.backend import Pool
+from graphc.device import ALIGNMENT, Array
+
+ROOM = 1 << 26
+"""Bytes of address space to begin with. The system provides memory for those that are written, so more of it costs nothing."""
+
+
+class Scratchpad:
+    """Memory in which a kernel or a segment finds what another has left.
+
+    Beyond :data:`ROOM` it grows while kernels are bound, so kernels take addresses at the first run after it grew; ``cell``
+    holds the present one.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self.cell = np.zeros(1, dtype=np.int64)
+        self._place(ROOM)
+
+    def _place(self, nbytes: int) -> None:
+        raw = np.zeros(nbytes + ALIGNMENT, dtype=np.uint8)
+        start = -raw.ctypes.data % ALIGNMENT
+        self._memory = raw[start : start + nbytes]
+        self.cell[0] = self.address
+
+    def reserve(self, nbytes: int) -> None:
+        """Make room for a kernel that needs ``nbytes`` bytes."""
+        if nbytes > self._memory.nbytes:
+            self._place(nbytes)
+            self.generation += 1
+
+    def take(self, nbytes: int) -> Array:
+        """``nbytes`` bytes for good: they stay where they are when the scratchpad grows."""
+        self.reserve(nbytes)
+        return self._memory[:nbytes]
+
+    @property
+    def address(self) -> int:
+        return int(self._memory.ctypes.data)
+
+
+_SCRATCHPADS: weakref.WeakKeyDictionary[Pool, Scratchpad] = weakref.WeakKeyDictionary()
+
+
+def scratchpad_of(pool: Pool) -> Scratchpad:
+    """The scratchpad of all that one pool runs."""
+    found = _SCRATCHPADS.get(pool)
+    return _SCRATCHPADS.setdefault(pool, Scratchpad()) if found is None else found
