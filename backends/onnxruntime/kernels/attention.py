@@ -284,7 +284,7 @@ def _backward(
     batch, heads, key_heads, queries, keys, size, width = shape
     block, line, each, parts = areas[0], areas[1], areas[2], areas[3]
     of_k, of_v = (size * PANEL + GAP) * 4, (width * PANEL + GAP) * 4
-    of_keys, of_queries = (keys * PANEL + GAP) * 4, (block * PANEL + GAP) * 4
+    of_keys = (keys * PANEL + GAP) * 4
     group = heads // key_heads
     row_of_q, row_of_dy, row_of_dq = 4 * table[0, 3], 4 * table[4, 3], 4 * table[5, 3]
     row_of_dk, row_of_dv = 4 * table[6, 3], 4 * table[7, 3]
@@ -311,7 +311,7 @@ def _backward(
                     last = min(first + block, queries)
                     count, limit = last - first, min(keys, last) if causal and adds else keys
                     columns = (limit + PANEL - 1) // PANEL * PANEL
-                    begin = (b * heads + h) * queries + first
+                    of_queries, begin = (count * PANEL + GAP) * 4, (b * heads + h) * queries + first
                     row_q, row_dy = _at(q, table[0], b, h) + first * row_of_q, _at(dy, table[4], b, h) + first * row_of_dy
                     row_dq = _at(dq, table[5], b, h) + first * row_of_dq
                     copy_to_panels(row_q, row_of_q, 4, count, size, at_panels_q)

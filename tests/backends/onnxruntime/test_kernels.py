@@ -221,6 +221,8 @@ ATTENTIONS = [
     ("htbd,hbtd,thbd->tbhd", 4, 4, 6, 7, 4, 4, SEEN),
     ("htbd,hbtd,thbd->tbhd", 4, 1, 6, 7, 4, 4, np.where(SEEN, normal(4, 6, 7), np.float32(-np.inf))),
     ("btd,btd,btd->btd", 1, 1, 300, 700, 8, 8, None),
+    ("bthd,bthd,bthd->bthd", 2, 2, 100, 100, 40, 72, None),  # several panels, and a last block of fewer queries
+    ("bhtd,bhtd,bhtd->bhtd", 1, 1, 150, 600, 72, 40, None),
 ]
 
 
