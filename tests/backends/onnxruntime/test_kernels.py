@@ -239,7 +239,7 @@ def test_attention(case: tuple[Any, ...], causal: int, saves: str, pool: ThreadP
     made = [normal(*(parts if c.isdigit() else of[c] for c in a)) for a, of in zip(axes, sizes, strict=True)]
     first = next((x for x, a in zip(made, axes, strict=True) if packed(a) is not None), None)
     q, k, v = (x if packed(a) is None else first for x, a in zip(made[:3], axes, strict=False))
-    attributes = {"scale": 0.3, "causal": causal, "layout": layout, "saves": saves}
+    attributes = {"scale": min(0.3, size**-0.5), "causal": causal, "layout": layout, "saves": saves}
     drawn = np.random.default_rng(1).random((2, heads, queries, keys)) < 0.7
     for keep, factor in (
         (None, 1.0),
