@@ -37,7 +37,7 @@ def document(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
 def test_help_and_version_load_nothing_heavy() -> None:
     code = (
         "import sys; from graphc.cli import main; assert main(['--help']) == 0; assert main(['--version']) == 0\n"
-        "heavy = {'numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'numba', 'torch', 'mpi4py'} & set(sys.modules)\n"
+        "heavy = {'numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'numba', 'torch', 'mpi4py', 'scipy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)
@@ -46,7 +46,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
 def test_listing_passes_loads_no_runtime() -> None:
     code = (
         "import sys; from graphc.cli import main; assert main(['passes']) == 0\n"
-        "heavy = {'onnxruntime', 'numba', 'torch', 'mpi4py'} & set(sys.modules)\n"
+        "heavy = {'onnxruntime', 'numba', 'torch', 'mpi4py', 'scipy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)

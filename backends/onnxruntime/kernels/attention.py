@@ -1,8 +1,9 @@
 """Attention, forward and backward, one head and one block of queries at a time, so that scores stay in cache.
 
-Matrix products read operands and write gradients in place, through leading dimensions that follow the op's layout; nothing is
-transposed or split. Milliseconds for 32 heads of 128 × 128 over 32 elements on one core of 110 GFLOP/s: forward 1.06, backward
-1.59 where the op saves the probabilities, and 2.11 where it saves the log-sum-exp and recomputes them (PyTorch 1.14 and 3.1).
+A head's operands are copied to panels in scratch memory, from wherever the op's layout has their rows; results and gradients
+are written in place (:mod:`.panels`). Milliseconds on one AVX2 core, forward and backward, PyTorch's in brackets: 96 heads of
+64 × 64 over 32 elements take 1.1 and 1.7 (1.2 and 3.6), 48 heads of 197 × 197 over 64 elements 8.0 and 14.6 (9.7 and 22), 12
+causal heads of 1024 × 1024 over 64 elements 26 and 62 (39 and 99).
 """
 
 from __future__ import annotations

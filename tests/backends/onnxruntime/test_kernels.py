@@ -301,14 +301,15 @@ OTHER_VECTORS = """
 import dataclasses
 import sys
 
-import numpy as np
-
 from graphc.backends.host import processor as module
 
 lanes = int(sys.argv[1])
 found = dataclasses.replace(module.processor(), lanes=lanes, level=None)
 module.processor = lambda: found
+"""
 
+PRODUCTS = """
+import numpy as np
 from graphc.backends.onnxruntime.kernels.panels import product_in_panels
 from graphc.backends.onnxruntime.pool import ThreadPool
 
@@ -334,8 +335,19 @@ def test_products_in_panels_with_vectors_of_other_processors(
     lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
-    found = subprocess.run([sys.executable, "-c", OTHER_VECTORS, str(lanes)], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", OTHER_VECTORS + PRODUCTS, str(lanes)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.stdout.startswith("True"), found.stdout + found.stderr
+
+
+@pytest.mark.full  # processes that compile
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_attention_with_vectors_of_other_processors(lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
+    tests = f"{__file__}::test_attention_against_pytorch"
+    script = f"{OTHER_VECTORS}\nimport pytest\nsys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', {tests!r}]))"
+    found = subprocess.run([sys.executable, "-c", script, str(lanes)], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4])

@@ -315,3 +315,22 @@ def test_defaults_are_those_of_pytorch(name: str) -> None:
         assert {k: v.value for k, v in a.attributes.items() if k != "value"} == {
             k: v.value for k, v in b.attributes.items() if k != "value"
         }
+
+
+def test_the_zeros_that_moments_start_from_take_no_memory() -> None:
+    weight = np.ones((1024, 64), np.float32)
+    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["m"]), onnx.helper.make_node("ReduceSum", ["m"], ["z"], keepdims=0)]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name, shape in (("x", [8, 1024]), ("z", []))
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], [onnx.numpy_helper.from_array(weight, "w")])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=10)
+    program = graphc.compile(model, loss=graphc.losses.Output("z"), optimizer=optim.AdamW(lr=1e-3))
+    moments = [value for name, value in program.model.graph.initializers.items() if name.startswith("w::exp_avg")]
+    assert len(moments) == 2
+    for value in moments:
+        array = value.const_value.numpy()
+        assert array.shape == weight.shape
+        assert not array.any()
+        whole = array if array.base is None else array.base
+        assert whole.nbytes <= 8, "one number stands for all"
