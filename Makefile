@@ -37,7 +37,7 @@ wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-6
 demo: $(BASE)  ## train the digits model on two workers (about a minute, installation apart)
 	$(BIN)/graphc demo
 
-test: $(STAMP) $(KERNELS)  ## the whole test suite, lint and types (24 minutes on 2 slow cores; the aim is 10)
+test: $(STAMP) $(KERNELS)  ## the whole test suite, lint and types (17 to 24 minutes on 2 slow cores; the aim is 10)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
@@ -47,7 +47,7 @@ test: $(STAMP) $(KERNELS)  ## the whole test suite, lint and types (24 minutes o
 test-large: $(STAMP) $(KERNELS)  ## the zoo models of hundreds of megabytes, and sweeps (about 15 minutes)
 	$(BIN)/python -m pytest -m large
 
-quick: $(STAMP) $(KERNELS)  ## the quick tier of the tests (6 minutes on 2 slow cores; the aim is 90 s)
+quick: $(STAMP) $(KERNELS)  ## the quick tier of the tests (2 minutes on 2 slow cores; the aim is 90 s)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi and not large"
 
 faults: $(STAMP)  ## failing data, disks and passes at 20 random moments of a training (5 minutes); more: make fuzz FUZZ="--kind fault"

@@ -95,6 +95,7 @@ BROKEN_TABLE: Registry[int] = Registry("thing", "graphc.tests.broken")
 GROUPS = ("ops", "passes", "gradients", "optimizers", "backends")
 
 
+@pytest.mark.full
 def test_commands_work_beside_broken_plugins(tmp_path: Path) -> None:
     """One package, broken in every group: each plugin is named once on standard error, and the commands do their work."""
     for group in GROUPS:

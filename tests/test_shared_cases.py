@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 
 
@@ -19,6 +21,7 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+@pytest.mark.full
 def test_no_module_imports_a_test_module() -> None:
     names = {path.stem: path for path in TESTS.rglob("test_*.py")}
     wrong = [

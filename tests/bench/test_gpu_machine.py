@@ -52,6 +52,7 @@ def started(script: Any, bundle: Path, output: Path, **options: Any) -> Any:
     return script.Run(argparse.Namespace(bundle=bundle, output=output, **given))
 
 
+@pytest.mark.full
 def test_a_process_that_hangs_is_killed_and_its_last_words_are_kept(script: Any, bundle: Path, tmp_path: Path) -> None:
     run = started(script, bundle, tmp_path / "out")
     begin = time.monotonic()
@@ -69,6 +70,7 @@ def test_a_process_that_hangs_is_killed_and_its_last_words_are_kept(script: Any,
     assert (tmp_path / "out" / "bench.json").read_text() == "{}\n"
 
 
+@pytest.mark.full
 def test_nothing_runs_beyond_the_time_that_was_given(script: Any, bundle: Path, tmp_path: Path) -> None:
     run = started(script, bundle, tmp_path / "out", minutes=0.0)
     begin = time.monotonic()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 from onnx import numpy_helper
 
 from graphc.bench.skeleton import fill, strip
@@ -45,6 +46,7 @@ def test_a_filled_skeleton_has_weights_of_the_same_scale() -> None:
     onnx.checker.check_model(fill(skeleton))
 
 
+@pytest.mark.full
 def test_the_command_writes_a_whole_model(tmp_path: Path) -> None:
     onnx.save(network(), tmp_path / "net.onnx")
     for what, source, target in (("strip", "net", "skeleton"), ("fill", "skeleton", "filled")):

@@ -259,6 +259,7 @@ def backend_models() -> list[Path]:
     return sorted(path for kind in ("converted", "operator") for path in (BACKEND / f"pytorch-{kind}").glob("*/model.onnx"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", params(range(8), full=range(1, 8)))
 def test_check_and_train_agree_on_models_of_the_onnx_package(part: int, tmp_path: Path) -> None:
     """Check says yes and its command trains, or says no with exit code 3; an eighth of the models in the quick tier."""

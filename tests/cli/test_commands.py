@@ -43,6 +43,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=200)
 
 
+@pytest.mark.full
 def test_listing_passes_loads_no_runtime() -> None:
     code = (
         "import sys; from graphc.cli import main; assert main(['passes']) == 0\n"
@@ -141,6 +142,7 @@ def test_memory_of_a_plain_model_is_that_of_its_forward_pass(here: Path, capfd: 
     assert "forward pass" not in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_inspect_shows_the_memory_of_each_worker(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Adam's 8 bytes a parameter are divided by ZeRO, and lie on the host of rank 0 with central storage."""
     command = ["compile", "mlp.onnx", "-o", "t.onnx", *LOSS, "--optimizer", "adam", "--strategy"]
@@ -180,6 +182,7 @@ def test_a_standard_training_graph_steps_as_pytorch_does(here: Path, capfd: pyte
         np.testing.assert_allclose(results[f"{name}::next"], (value - 0.5 * value.grad).detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_streams(here: Path) -> None:
     data = (here / "mlp.onnx").read_bytes()
     compiled = cli("compile", "-", "-o", "-", *LOSS, "--optimizer", "sgd", stdin=data)
@@ -201,6 +204,7 @@ def test_opt_text(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [n.op_type for n in onnx.load("back.onnx").graph.node] == ["Gemm", "Relu", "Gemm"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["numpy", "onnxruntime"])
 def test_run_is_onnxruntime(backend: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     x = blobs(5)["x"]
@@ -211,6 +215,7 @@ def test_run_is_onnxruntime(backend: str, here: Path, capfd: pytest.CaptureFixtu
     np.testing.assert_allclose(np.load("y.npz")["logits"], session.run(None, {"x": x})[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full
 def test_run_streams(here: Path) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, x=blobs(5)["x"])
@@ -280,6 +285,7 @@ def test_doctor(capfd: pytest.CaptureFixture[str]) -> None:
     assert {"GPU driver", "nvmath-python", "nccl4py", "onnxruntime-gpu"} <= states.keys()
 
 
+@pytest.mark.full
 def test_launch_in_threads(here: Path) -> None:
     (here / "s.py").write_text(
         "import sys\nfrom graphc.distributed.world import find_world\n"
@@ -289,11 +295,13 @@ def test_launch_in_threads(here: Path) -> None:
     assert sorted(done.stdout.decode().splitlines()) == ["0 of 2 ['--flag', '-n', '7']", "1 of 2 ['--flag', '-n', '7']"]
 
 
+@pytest.mark.full
 def test_launch_returns_the_exit_code_of_the_script(here: Path) -> None:
     (here / "s.py").write_text("import sys\nsys.exit(7)\n")
     assert cli("launch", "-n", 2, "--transport", "threads", "s.py").returncode == 7
 
 
+@pytest.mark.full
 def test_colours_only_on_terminals(here: Path) -> None:
     pretend = {"GRAPHC_TERMINALS": "stdout"}
     assert b"\x1b[" in cli("passes", **pretend).stdout
@@ -301,6 +309,7 @@ def test_colours_only_on_terminals(here: Path) -> None:
     assert b"\x1b" not in cli("passes").stdout
 
 
+@pytest.mark.full
 def test_a_closed_pipe_is_no_error(here: Path) -> None:
     line = f"{sys.executable} -m graphc ops | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, timeout=200, check=True)

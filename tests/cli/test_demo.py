@@ -48,6 +48,7 @@ def test_demo(tmp_path: Path) -> None:
     assert np.mean(np.argmax(logits, axis=1) == test["label"]) == pytest.approx(final["onnxruntime_accuracy"])
 
 
+@pytest.mark.full
 def test_the_model_is_small_and_untrained() -> None:
     assert demo.MODEL.stat().st_size < 200_000
     test = demo.load_digits().test

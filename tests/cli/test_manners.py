@@ -35,6 +35,7 @@ def test_the_version_has_a_short_option(capfd: pytest.CaptureFixture[str]) -> No
     assert re.fullmatch(r"graphc \d+\.\d+\.\d+\n", capfd.readouterr().out)
 
 
+@pytest.mark.full
 def test_a_shell_completes_commands_and_options() -> None:
     for words, wanted in (("graphc tr", "train"), ("graphc train --bat", "--batch-size")):
         asked = {"_GRAPHC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
@@ -90,6 +91,7 @@ def test_every_text_can_be_written_in_ascii(command: list[str], monkeypatch: pyt
             json.loads(text)
 
 
+@pytest.mark.full
 def test_a_process_writes_ascii_where_it_must() -> None:
     done = cli("passes", "bucket", PYTHONIOENCODING="ascii", LC_ALL="C")
     assert done.stdout.isascii()

@@ -149,6 +149,7 @@ def _fifo(path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("which", READS, ids=" ".join)
 def test_an_input_that_is_a_pipe_or_a_device_is_refused(which: tuple[str, str], place: Path) -> None:
     os.mkfifo(place / "fifo.npy")

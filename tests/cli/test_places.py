@@ -92,6 +92,7 @@ def test_training_is_refused_before_it_begins(
     assert {p.name: p.read_bytes() for p in here.iterdir()} == before
 
 
+@pytest.mark.full
 def test_results_do_not_replace_what_a_command_reads(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     np.savez("i.npz", x=np.zeros((2, 4), np.float32))
     before = {p.name: p.read_bytes() for p in here.iterdir()}

@@ -187,6 +187,7 @@ def test_initialize(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert accuracy("t.onnx", blobs()) > 0.9
 
 
+@pytest.mark.full
 def test_piped_text_is_plain(here: Path) -> None:
     done = cli(*arguments("-o", "t.onnx"))
     assert done.returncode == 0, done.stderr
@@ -197,6 +198,7 @@ def test_piped_text_is_plain(here: Path) -> None:
     assert "wrote t.onnx" in lines
 
 
+@pytest.mark.full
 def test_model_from_standard_input(here: Path) -> None:
     line = arguments("--format", "json")
     line[1] = "-"

@@ -198,13 +198,20 @@ def test_stopped_threads_say_the_same(number: int, here: Path) -> None:
     command = arguments("-n", 2, "--transport", "threads", "--checkpoint", "c", lr=1e-9, epochs=1_000_000)
     command[command.index("numpy")] = "onnxruntime"
     with subprocess.Popen(
-        [sys.executable, "-m", "graphc", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "graphc", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a job in the background ignores SIGINT
     ) as run:
-        until = time.monotonic() + 120
-        while not (here / "c" / checkpoint.FILE_NAME).exists() and run.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        run.send_signal(number)
-        err = run.communicate(timeout=60)[1]
+        try:
+            until = time.monotonic() + 120
+            while not (here / "c" / checkpoint.FILE_NAME).exists() and run.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            run.send_signal(number)
+            err = run.communicate(timeout=60)[1]
+        finally:
+            run.kill()
     assert run.returncode == 128 + number, err
     (told,) = [line for line in err.splitlines() if "stopped by" in line]
     assert told.startswith(f"graphc: stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'} after step "), err
@@ -222,6 +229,7 @@ comm.barrier()
 """
 
 
+@pytest.mark.full
 def test_a_worker_thread_that_is_stuck_does_not_keep_the_process(here: Path) -> None:
     (here / "stuck.py").write_text(STUCK)
     command = [sys.executable, "-m", "graphc", "launch", "-n", "2", "--transport", "threads", "stuck.py"]

@@ -31,6 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_workers_over_tcp_train_as_threads_do(
     here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +44,7 @@ def test_workers_over_tcp_train_as_threads_do(
     assert ends[0]["state_sha256"] == ends[1]["state_sha256"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
     [

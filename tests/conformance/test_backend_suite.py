@@ -35,6 +35,7 @@ def test_exceptions_are_few_and_all_named() -> None:
             assert any(re.fullmatch(pattern, name) for name in names), f"{pattern!r} matches no case"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_sample(backend: str) -> None:
     names = sorted(quick_cases())

@@ -267,6 +267,7 @@ def test_reading_ahead_is_bounded_and_ends() -> None:
     assert not any(t.name == "graphc-prefetch" for t in threading.enumerate())
 
 
+@pytest.mark.full
 def test_a_process_ends_while_its_loader_reads(tmp_path: Path) -> None:
     import subprocess
     import sys

@@ -78,6 +78,7 @@ def declarations(registries: None) -> Iterator[None]:
             del KERNELS[key]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", [p for p in PAGES if code(p)], ids=lambda p: p.name)
 @pytest.mark.usefixtures("declarations")
 def test_python_blocks_run_and_print_what_is_shown(

@@ -11,6 +11,7 @@ from graphc.bench.models import build
 from graphc.bench.specs import SPECS
 
 
+@pytest.mark.full
 def test_a_module_trains_as_in_pytorch_and_what_it_holds_still_stays() -> None:
     module = build("lenet").train()
     module.features[0].weight.requires_grad_(False)

@@ -24,6 +24,7 @@ class Network(torch.nn.Module):
         return self.layers(x, h)  # type: ignore[no-any-return]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("activation", "both", "bias"), list(itertools.product(("tanh", "relu"), (False, True), (False, True)))
 )

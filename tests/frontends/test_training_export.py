@@ -177,6 +177,7 @@ CASES = [(m, o) for m in ("mlp", "lenet", "transformer-small", "resnet18-small")
 QUICK = {("mlp", "adam"), ("lenet", "momentum")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "optimizer"), params(CASES, full=[c for c in CASES if c not in QUICK], large=[("resnet18-small", "adam")])
 )
@@ -269,6 +270,7 @@ class Interpreter:
         return run_plain(alone, feeds)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["lenet", *(pytest.param(n, marks=pytest.mark.full) for n in ("resnet18-small", "transformer-small"))]
 )

@@ -62,6 +62,7 @@ def _attempt(number: int) -> str:
     return f"rank {culprit} {fault} and nobody noticed"
 
 
+@pytest.mark.full
 def test_ranks_that_are_threads_blame_the_one_at_fault() -> None:
     wrong = {number: why for number in range(COUNT) if (why := _attempt(number))}
     assert not wrong

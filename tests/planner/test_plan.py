@@ -55,6 +55,7 @@ def plan(folder: Path, *more: str) -> int:
     return main(["plan", str(model(folder)), "--devices", "2", "--batch-size", "8", *network, *more])
 
 
+@pytest.mark.full
 def test_the_file_of_a_plan_trains_and_its_timeline_is_that_of_the_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_file_of_a_plan_trains_and_its_timeline_is_that_of_the_prediction(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 4
 
 
+@pytest.mark.full
 def test_a_plan_of_gpus_has_times_of_the_gpu_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(tmp_path, "--memory", "80GB", "--gpu", "h100", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -100,6 +102,7 @@ def test_memory_is_that_of_the_formulas() -> None:
     assert memory_of_choice(COSTS, Division(Mesh(data=4, pipe=2), 0, 4, 1)) == 9e9 + 1e9
 
 
+@pytest.mark.full
 def test_replicas_that_fill_nodes_are_proposed_with_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {(str(p.choice.mesh), p.choice.zero): p for p in best(COSTS, NETWORK, 16, 80e9, 16)}
     assert found["node=2,data=8", 0].choice.options()["allreduce"] == "hierarchical"
@@ -134,6 +137,7 @@ def test_too_little_memory_says_the_smallest_number_of_devices() -> None:
         best(data_only, NETWORK, 3, 80e9, 64)
 
 
+@pytest.mark.full
 def test_schedules_zero_and_the_tensor_axis_are_candidates(tmp_path: Path) -> None:
     """Everything that is proposed compiles, and none of what is considered is refused."""
     pipes = {count: (stage(1 / count, stash=Line(0.0, 2e8)),) * count for count in (2, 4)}

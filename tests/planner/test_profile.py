@@ -39,6 +39,7 @@ def keys(plan: Plan) -> list[str]:
     return [work_of(step).key for step in plan.steps if step.kind in COMPUTES]
 
 
+@pytest.mark.full
 def test_equal_blocks_are_measured_once() -> None:
     """A transformer of 12 blocks has the steps of one of 4, more often."""
     few, many = (plan_of(compiled(blocks)) for blocks in (4, 12))

@@ -82,6 +82,7 @@ def test_a_damaged_file_is_refused(change: Any, message: str, tmp_path: Path) ->
         checkpoint.load(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["header", "data"])
 def test_every_bit_counts(part: str, tmp_path: Path) -> None:
     """Metadata (the number of steps, the position in the data) is part of what the digest guards."""

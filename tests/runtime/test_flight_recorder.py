@@ -61,6 +61,7 @@ def _seconds(recorder: FlightRecorder) -> float:
     return (time.thread_time() - start) / 2000
 
 
+@pytest.mark.full
 def test_logs_of_a_slow_rank(flight_logs: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The logs of a run in which rank 1 stays away from the third step; the command says so, and from single files too."""
 

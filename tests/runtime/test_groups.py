@@ -33,6 +33,7 @@ def test_groups_of_a_mesh() -> None:
             mesh.members(wrong, 0)
 
 
+@pytest.mark.full
 def test_threads() -> None:
     for size in (2, 4):
         assert run_threads(size, everything_in_groups) == [([], True)] * size
@@ -50,6 +51,7 @@ def test_tcp() -> None:
     assert map_tcp(4, everything_in_groups) == [([], True)] * 4
 
 
+@pytest.mark.full
 def test_devices_through_host_memory() -> None:
     def work(comm: ThreadCommunicator) -> tuple[list[str], bool]:
         memory = StrictMemory()
@@ -65,6 +67,7 @@ def test_devices_through_host_memory() -> None:
     assert run_threads(4, work) == [([], True)] * 4
 
 
+@pytest.mark.full
 def test_nccl() -> None:
     library = PretendNccl(4)
 
@@ -99,6 +102,7 @@ def test_misuse() -> None:
             assert part in text
 
 
+@pytest.mark.full
 def test_a_rank_that_stays_away_from_its_group_is_named_by_its_number_in_the_world() -> None:
     def work(comm: ThreadCommunicator) -> None:
         groups = Groups(comm, Mesh(data=2, tensor=2))

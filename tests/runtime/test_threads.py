@@ -26,6 +26,7 @@ def share(rank: int, size: int, dtype: str) -> Any:
     return values.astype(dtype)
 
 
+@pytest.mark.full
 def test_every_collective() -> None:
     results = run_threads(3, everything)
     for case, (error, digest) in results[0].items():
@@ -102,6 +103,7 @@ def test_a_rank_that_leaves_early_is_named() -> None:
         run_threads(2, work)
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come_is_named() -> None:
     def work(comm: ThreadCommunicator) -> None:
         comm.allreduce(np.ones(5), "sum", "w")
@@ -260,6 +262,7 @@ def test_an_interrupted_run_leaves_no_worker_behind() -> None:
     assert not [thread.name for thread in left if thread.is_alive()]
 
 
+@pytest.mark.full
 def test_a_worker_that_is_stuck_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "LEAVING", 0.2)
     free = threading.Event()

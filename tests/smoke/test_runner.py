@@ -22,6 +22,7 @@ def stage(name: str, code: str, limit: float = 30.0, **options: object) -> Stage
     return Stage(name, limit=limit, command=("-c", code), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_what_hangs_or_crashes_is_named_and_stops_nobody() -> None:
     hang = "import sys, time; print('smoke: import a driver', file=sys.stderr, flush=True); time.sleep(600)"
     crash = "import sys, os; print('smoke: a launch', file=sys.stderr, flush=True); print('oh', file=sys.stderr); os.abort()"
@@ -39,6 +40,7 @@ def test_what_hangs_or_crashes_is_named_and_stops_nobody() -> None:
     assert usable([found["fine"], {"stage": "two", "state": "skipped"}])
 
 
+@pytest.mark.full
 def test_the_children_of_a_stage_end_with_it(tmp_path: Path) -> None:
     """They would keep the GPU."""
     file = tmp_path / "child"
@@ -94,6 +96,7 @@ def test_every_stage_needs_earlier_ones_and_exists() -> None:
         seen.add(one.name)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_without_a_gpu_doctor_says_which_stages_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--smoke", "--stages", "driver,kernel,mlp", "--format", "json"]) == 1

@@ -69,6 +69,7 @@ def on_threads(name: str, mesh: str, accumulate: int, options: dict[str, Any]) -
     return run_threads(Mesh.parse(mesh).size, lambda comm: pipe_cases.run(program, data, comm), deadline=120)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "mesh", "accumulate", "options"), params(ALL, large=ALL[4:]))
 def test_every_combination_computes_what_one_worker_does(
     name: str, mesh: str, accumulate: int, options: dict[str, Any], alone: Callable[[str], dict[str, Any]]
@@ -80,6 +81,7 @@ def test_every_combination_computes_what_one_worker_does(
     assert all(one["held"] < 0.7 * wanted["held"] for one in found), "every rank holds its shards of its stages only"
 
 
+@pytest.mark.full
 def test_one_norm_clips_all_stages_and_shards() -> None:
     options, data = {"clip_norm": 0.1}, cases.batches("mlp")
     wanted = pipe_cases.run(cases.compiled("mlp", Mesh(), 4, **options), data)
@@ -87,6 +89,7 @@ def test_one_norm_clips_all_stages_and_shards() -> None:
         assert pipe_cases.distance(found, wanted) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut", params(["b0_h0", "b0_n2", "b1_y3"], large=["b0_n2", "b1_y3"]))
 def test_a_cut_between_nodes_that_would_be_fused(cut: str, alone: Callable[[str], dict[str, Any]]) -> None:
     """A product and its bias on two stages stay two nodes, and their weights on theirs."""
@@ -127,6 +130,7 @@ RECOMPUTED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mesh", "accumulate", "options"), params(RECOMPUTED, large=RECOMPUTED[1:]))
 def test_shards_recompute_without_another_collective(
     mesh: str, accumulate: int, options: dict[str, Any], alone: Callable[[str], dict[str, Any]]
@@ -141,6 +145,7 @@ def test_shards_recompute_without_another_collective(
     assert activations(again) < 0.9 * activations(plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", params(["1f1b", "zero-bubble"], large=["zero-bubble"]))
 def test_parameters_of_a_stage_are_divided_among_its_replicas(schedule: str) -> None:
     """A rank holds what ``inspect --memory`` says: its shard, and whole parameters only where another stage reads them too."""
@@ -172,6 +177,7 @@ def continued(
         return loss, trainer.state_sha256()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", params(["mlp", "gpt"], large=["gpt"]))
 def test_checkpoints_go_from_mesh_to_mesh(name: str, tmp_path: Path) -> None:
     meshes = [
@@ -200,6 +206,7 @@ def test_a_smaller_last_batch_on_a_tensor_axis() -> None:
         assert pipe_cases.distance(found, wanted) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mesh", params(["data=2,pipe=2,tensor=2", "data=2,pipe=2", "data=2,tensor=2"], large=["data=2,pipe=2", "data=2,tensor=2"])
 )
@@ -301,6 +308,7 @@ def in_flight_together(events: Sequence[CollectiveEvent]) -> set[frozenset[str]]
     return pairs
 
 
+@pytest.mark.full
 def test_collectives_of_different_axes_overlap(events: list[list[CollectiveEvent]]) -> None:
     """Sends fly beside the all-reduces of shards and of replicas, and buckets of gradients beside those of shards."""
     mesh = Mesh(data=2, tensor=2)

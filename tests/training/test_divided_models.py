@@ -42,6 +42,7 @@ def train(comm: Any, model: ir.Model, feeds: dict[str, Any], mesh: graphc.Mesh) 
 QUICK = {("multihead", "torchscript"), ("llama, gate and up fused", "torchscript"), ("diffusion", "torchscript")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "exporter"),
     [

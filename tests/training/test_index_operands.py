@@ -136,6 +136,7 @@ def run_beside_closed_pages(name: str) -> None:
             assert found.value.op, found.value
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_onnxruntime_stays_within_the_operands(name: str) -> None:
     outcome = attempt(lambda: run_beside_closed_pages(name), seconds=120)
@@ -196,6 +197,7 @@ def sample_beside_closed_pages(name: str) -> None:
                 continue  # refused: a region of another batch, say
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(COORDINATES))
 def test_onnxruntime_samples_within_the_operands(name: str) -> None:
     outcome = attempt(lambda: sample_beside_closed_pages(name), seconds=120)

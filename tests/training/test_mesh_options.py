@@ -71,6 +71,7 @@ def test_the_norm_counts_every_element_once(mesh: Mesh) -> None:
     assert all(result["grad_norm"] > 0.1 for result in one["results"])  # the bound matters
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
     [
@@ -87,11 +88,13 @@ def test_the_norm_where_replicas_divide_the_state(mesh: Mesh, strategy: str) -> 
     follows(mesh, {"clip_norm": 0.1, "nonfinite": "skip"}, bad=True, strategy=strategy)
 
 
+@pytest.mark.full
 def test_the_norm_over_stages_of_shards_and_placed_nodes() -> None:
     follows(WHOLE, {"clip_norm": 0.1, "nonfinite": "skip"}, bad=True)
     follows(STAGES, {"clip_norm": 0.1, "nonfinite": "skip"}, bad=True, place=["*=0", "m2=1", "logits=1"])
 
 
+@pytest.mark.full
 def test_the_norm_of_tied_embeddings() -> None:
     """The gradient of a parameter that two stages read is one sum; a norm of its parts would be another."""
     model = pipe_cases.gpt()
@@ -109,12 +112,14 @@ def test_the_norm_of_a_divided_table_of_embeddings() -> None:
         np.testing.assert_allclose(one["losses"], alone["losses"], atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", BOTH_AXES, ids=str)
 def test_all_ranks_skip_a_bad_step(mesh: Mesh) -> None:
     one = follows(mesh, {"nonfinite": "skip"}, bad=True)
     assert one["counters"][:2] == (1, 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", BOTH_AXES, ids=str)
 def test_all_ranks_have_one_loss_scale(mesh: Mesh) -> None:
     """It falls after overflows and grows after good steps; stages give the bits of one worker, sums of shards are rounded."""
@@ -125,6 +130,7 @@ def test_all_ranks_have_one_loss_scale(mesh: Mesh) -> None:
     follows(mesh, everything, bad=True, tolerance=0 if same else 2e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_replicas_of_a_stage_share_batch_statistics(schedule: str) -> None:
     """Those of one micro-batch: with one a step, those of one worker; else those of replicas with as many micro-batches."""
@@ -142,6 +148,7 @@ def test_replicas_of_a_stage_share_batch_statistics(schedule: str) -> None:
         assert max(pipe_cases.distance(one, wanted) for one in found) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(data=2, pipe=2), Mesh(data=2, tensor=2)], ids=str)
 def test_gradients_travel_in_a_low_type_between_replicas(mesh: Mesh) -> None:
     options = {"compress": "bf16", "accumulate": 2}

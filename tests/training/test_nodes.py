@@ -71,6 +71,7 @@ def test_nodes_compute_what_one_worker_does(options: dict[str, Any]) -> None:
     assert_follows(run_threads(4, lambda comm: run(comm, program)), one)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["mirrored", "zero:stage=2"])
 def test_the_norm_is_that_of_the_whole_gradient(strategy: str) -> None:
     options = {"optimizer": "sgd:lr=0.5", "clip_norm": 0.3}
@@ -79,6 +80,7 @@ def test_the_norm_is_that_of_the_whole_gradient(strategy: str) -> None:
     assert_follows(run_threads(4, lambda comm: run(comm, program)), one)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"compress": "bf16"}, {"precision": "bf16"}, {"precision": "bf16", "strategy": HYBRID[2]}])
 def test_low_types_travel_in_nodes_too(options: dict[str, Any]) -> None:
     flat = run_threads(4, lambda comm: run(comm, small.compiled(**{**options, "strategy": "mirrored"}, mesh=Mesh(data=4))))
@@ -101,6 +103,7 @@ def test_a_worker_sends_its_part_alone_between_nodes() -> None:
         assert transfer.elements * 4 == within[bucket].elements
 
 
+@pytest.mark.full
 def test_nodes_are_machines_unless_said() -> None:
     def mesh(machines: str, **options: Any) -> list[str]:
         program = small.compiled(**options)
@@ -119,6 +122,7 @@ def test_nodes_are_machines_unless_said() -> None:
             mesh(machines, allreduce="hierarchical")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", HYBRID[1:])
 def test_checkpoints_of_nodes_restore_on_other_meshes(strategy: str, tmp_path: Path) -> None:
     (one,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01")))

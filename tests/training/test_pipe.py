@@ -36,6 +36,7 @@ def alone() -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("pipe", "schedule"), [(2, "gpipe"), (2, "1f1b"), (2, "interleaved"), (2, "zero-bubble"), (4, "1f1b")])
 def test_a_pipeline_computes_what_one_worker_does(
@@ -50,6 +51,7 @@ def test_a_pipeline_computes_what_one_worker_does(
     assert all(one["held"] < whole for one in found), "every rank holds its part only"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_replicas_of_stages_average_their_gradients(name: str) -> None:
     model = MODELS[name]()
@@ -68,6 +70,7 @@ def test_frozen_stages_take_no_backward_pass() -> None:
     assert max(cases.distance(one, wanted) for one in found) < 1e-5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"recompute": "all"}, {"precision": "bf16"}, {"clip_value": 0.01}])
 def test_options_of_one_worker_mean_the_same_on_stages(options: dict[str, Any]) -> None:
     model = cases.gpt()
@@ -77,6 +80,7 @@ def test_options_of_one_worker_mean_the_same_on_stages(options: dict[str, Any]) 
     assert max(cases.distance(one, wanted) for one in on_threads(program, data)) < 1e-5
 
 
+@pytest.mark.full
 def test_recomputation_makes_the_stash_smaller() -> None:
     model = cases.gpt(blocks=4)
 
@@ -88,6 +92,7 @@ def test_recomputation_makes_the_stash_smaller() -> None:
         assert after < 0.7 * before
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_one_mesh_restores_under_another(tmp_path: Any) -> None:
     model = cases.mlp()
     data = cases.batches(model, [8, 8])
@@ -161,6 +166,7 @@ def test_too_many_stages_and_options_without_a_pipeline_are_refused() -> None:
         cases.compiled(cases.mlp(), Mesh(data=2), 2, schedule="gpipe")
 
 
+@pytest.mark.full
 def test_fit_counts_each_sample_once() -> None:
     model = cases.gpt()
     data = cases.batches(model, [8, 6])

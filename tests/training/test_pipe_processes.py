@@ -30,6 +30,7 @@ def train(comm: Any, runs: list[tuple[str, str, str, int]]) -> list[dict[str, An
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "runs",
     [
@@ -74,6 +75,7 @@ with graphc.Trainer(program, threads=1, wrap=wrap) as trainer:
 """
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_is_named_with_its_stage_and_micro_batch() -> None:
     done = run_mpi(2, DIES)
     assert done.code

@@ -48,6 +48,7 @@ def test_a_product_on_one_device_and_a_sum_on_the_next() -> None:
     assert (stages["m"], stages["y"], stages["w::grad"]) == ("0", "1", "0")
 
 
+@pytest.mark.full
 def test_devices_may_alternate() -> None:
     compare(BACK_AND_FORTH, 2, ["m0=0", "m1=1", "y=0"])
     compare(BACK_AND_FORTH, 3, ["m*=2", "t0=1", "t1=0"])

@@ -115,6 +115,7 @@ def in_graphc(name: str, edges: tuple[int, ...], loss: graphc.losses.Loss | None
     return tuple(run_threads(processes, worker)[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("edges", [(0, 16), (0, 13, 16), (0, 0, 16), (0, 5, 5, 16)])
 @pytest.mark.parametrize("name", BODIES)
 def test_uneven_and_empty_shares_are_one_worker_on_the_whole_batch(name: str, edges: tuple[int, ...]) -> None:
@@ -125,6 +126,7 @@ def test_uneven_and_empty_shares_are_one_worker_on_the_whole_batch(name: str, ed
     np.testing.assert_allclose(evaluation["loss"], losses[2], rtol=2e-5)  # after both steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [

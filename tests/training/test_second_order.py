@@ -215,6 +215,7 @@ def assert_close(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
         assert not got[name].any(), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("symbolic", [pytest.param(0, id="static"), pytest.param(1, id="symbolic")])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in NETWORKS])
 def test_hessian_vector_products_match_pytorch(name: str, symbolic: int) -> None:

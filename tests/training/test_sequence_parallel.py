@@ -37,6 +37,7 @@ def assert_equal_training(found: list[dict[str, Any]], expected: dict[str, Any])
         assert one["hash"] == found[0]["hash"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4", "data=2,tensor=2"])
 @pytest.mark.parametrize("name", CASES)
 def test_parts_of_sequences_equal_one_worker(name: str, mesh: str) -> None:
@@ -45,6 +46,7 @@ def test_parts_of_sequences_equal_one_worker(name: str, mesh: str) -> None:
     assert_equal_training(run_threads(sizes.size, lambda comm: train(comm, name, sizes)), alone(name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
@@ -57,6 +59,7 @@ def test_micro_batches_stages_and_divided_states_equal_one_worker(name: str, mes
     assert_equal_training(run_threads(sizes.size, lambda comm: train(comm, name, sizes, **options)), alone(name))
 
 
+@pytest.mark.full
 def test_one_norm_clips_all_shards() -> None:
     wanted, mesh = train(None, "bert", Mesh(), clip_norm=0.1), Mesh(tensor=2)
     assert_equal_training(run_threads(2, lambda comm: train(comm, "bert", mesh, clip_norm=0.1)), wanted)
@@ -67,6 +70,7 @@ def test_on_processes() -> None:
     assert_equal_training(map_ranks(2, train, "gpt", Mesh(tensor=2)), alone("gpt"))
 
 
+@pytest.mark.full
 def test_a_checkpoint_goes_on_without_parts(tmp_path: Path) -> None:
     """Written by two ranks that divide sequences, and read by one worker."""
 
@@ -94,6 +98,7 @@ def shapes(count: int) -> dict[str, list[int]]:
     return {name: list(array.shape) for name, array in tokens(0, count).items()}
 
 
+@pytest.mark.full
 def test_every_sum_becomes_two_halves() -> None:
     """Of a GPT with L blocks: 2 L + 1 sums forward (a block has two, the embeddings one) and as many backward (before the
     classes). Once a step the gradients of norms and biases are added up; those of the table of positions are put together.
@@ -112,6 +117,7 @@ def wide(mesh: Mesh, shard: str) -> graphc.Program:
     return compiled("gpt", mesh, shard, optimizer="adam:lr=0.01")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(tensor=4)], ids=str)
 def test_activations_take_less_memory(mesh: Mesh) -> None:
     """What a trainer allocates is what is reported: of activations, less than with whole sequences between the products."""

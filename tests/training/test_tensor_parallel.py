@@ -39,6 +39,7 @@ def assert_equal_training(found: dict[str, Any], expected: dict[str, Any]) -> No
         np.testing.assert_allclose(found["weights"][name], array, atol=NEAR, err_msg=name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(tensor=4), Mesh(data=2, tensor=2)], ids=str)
 def test_a_transformer_equals_one_worker(mesh: Mesh, alone: dict[str, Any]) -> None:
     """Dropout too: a mask depends on the place in the whole tensor."""
@@ -102,6 +103,7 @@ def test_a_whole_weight_of_divided_features_equals_one_worker(mesh: Mesh) -> Non
             np.testing.assert_allclose(found[name], array, atol=NEAR, err_msg=name)
 
 
+@pytest.mark.full
 def test_labels_that_are_ignored_or_wrong_and_the_accuracy() -> None:
     """The vocabulary-parallel loss knows them as the whole one does."""
     loss = graphc.losses.SoftmaxCrossEntropy(ignore_index=-100, metrics=True)
@@ -130,6 +132,7 @@ def test_on_processes(mesh: Mesh, alone: dict[str, Any]) -> None:
         assert_equal_training(one, alone)
 
 
+@pytest.mark.full
 def test_checkpoints_hold_whole_tensors(tmp_path: Path) -> None:
     """Written by two ranks, restored by one, by four, and back; the export is the model of one worker."""
     mesh, folder = Mesh(tensor=2), str(tmp_path / "two")
@@ -147,6 +150,7 @@ def test_checkpoints_hold_whole_tensors(tmp_path: Path) -> None:
     np.testing.assert_allclose(session.run(None, tokens)[0], alone.run(None, tokens)[0], atol=1e-4)
 
 
+@pytest.mark.full
 def test_optimizer_state_is_sharded_over_the_replicas(tmp_path: Path) -> None:
     """ZeRO on the data axis, of shards over the tensor axis; its checkpoint is that of one worker."""
     mesh, options, folder = Mesh(data=2, tensor=2), {"strategy": "zero:stage=1"}, str(tmp_path / "zero")
@@ -226,6 +230,7 @@ def test_the_graph_of_one_worker_is_not_changed() -> None:
     assert graphc.compile(gpt(), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1)).mesh is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(data=2, tensor=2)], ids=str)
 def test_the_memory_that_is_reported_is_allocated(mesh: Mesh) -> None:
     """On every rank: parameters, gradients and states of this rank's shards, and what passes between segments."""
@@ -249,6 +254,7 @@ def shapes(count: int) -> dict[str, list[int]]:
     return {name: list(array.shape) for name, array in batch(0, count).items()}
 
 
+@pytest.mark.full
 def test_inspect_shows_the_memory_of_a_rank_of_the_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, path = compiled(Mesh(data=2, tensor=2), optimizer="adam:lr=0.01"), str(tmp_path / "t.onnx")
     frontends.save(program.model, path)

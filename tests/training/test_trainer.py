@@ -105,6 +105,7 @@ def test_training_learns_and_evaluates_every_sample_once(trainer: graphc.Trainer
     assert pieces["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
+@pytest.mark.full
 def test_checkpoints_continue_bit_for_bit(exported: Callable[[str], str], tmp_path: Path) -> None:
     straight, first, second = (make(exported("lenet")) for _ in range(3))
     for step in range(6):
@@ -128,6 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused(exported: Callable[[str], str]
     assert trainer.state_sha256() == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["lenet", "resnet18-small"])
 def test_the_exported_file_is_the_users_own_with_new_weights(name: str, exported: Callable[[str], str], tmp_path: Path) -> None:
     path = exported(name)
@@ -272,6 +274,7 @@ def test_the_signature_names_every_option() -> None:
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
 
 
+@pytest.mark.full
 def test_a_trainer_may_be_used_and_dropped_on_another_thread(exported: Callable[[str], str]) -> None:
     """oneDNN's own scratch memory would belong to the thread that made the primitive."""
     path = exported("resnet18-small")

@@ -15,6 +15,7 @@ from tests.tiers import params
 FULL = (*LARGE, "inception_v1")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", params((*SMALL, *LARGE), full=FULL, large=LARGE))
 def test_zoo_model_trains_on_two_workers(name: str) -> None:
     program = graphc.compile(

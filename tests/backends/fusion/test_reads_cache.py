@@ -46,6 +46,7 @@ def test_what_kernels_read_is_what_their_generated_sources_read(text: str, kinds
     assert len(reads._known) == kinds, "the same computation is generated once, another one anew"
 
 
+@pytest.mark.full
 def test_one_backend_costs_only_its_own_modules() -> None:
     code = "import sys; from graphc.backend import BACKENDS; BACKENDS['cupy']; print(*sorted(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

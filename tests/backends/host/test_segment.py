@@ -169,6 +169,7 @@ class Blocks(nn.Module):
         return self.head(nn.functional.silu(self.norm(self.conv(x))).mean(2))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
     torch.manual_seed(0)
@@ -194,6 +195,7 @@ def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_machine_code_is_kept_for_the_next_process_and_made_again_where_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

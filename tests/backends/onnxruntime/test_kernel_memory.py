@@ -252,6 +252,7 @@ def faults() -> Mapping[str, str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", sorted(CASES))
 def test_a_kernel_stays_within_its_operands(op: str, faults: Mapping[str, str]) -> None:
     if not may_run(op):

@@ -597,6 +597,7 @@ def _mark(seen: np.ndarray[Any, Any], start: int, stop: int) -> None:
         seen[k] += 1
 
 
+@pytest.mark.full
 def test_pool_covers_the_range_once_from_several_callers() -> None:
     def work(seen: np.ndarray[Any, Any], failures: list[BaseException]) -> None:
         try:

@@ -51,6 +51,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("cell", "direction", "sizes", "ragged", "states"), CASES)
 def test_a_layer_and_its_gradient(
     cell: str, direction: str, sizes: tuple[int, int, int], ragged: bool, states: bool, pool: ThreadPool

@@ -33,6 +33,7 @@ def kinds(nodes: list[ir.Node], kind: str) -> dict[str, int]:
     return {n.attributes["tag"].as_string(): k for k, n in enumerate(nodes) if n.op_type == f"AllReduce{kind}"}
 
 
+@pytest.mark.full
 def test_gradients_start_when_they_exist_and_are_awaited_behind_the_backward_pass(path: str) -> None:
     nodes = compiled(path)
     starts, waits = kinds(nodes, "Start"), kinds(nodes, "Wait")
@@ -48,6 +49,7 @@ def test_gradients_start_when_they_exist_and_are_awaited_behind_the_backward_pas
             assert nodes[position - 1] in {v.producer() for v in node.inputs} or nodes[position - 1].op_type == "AllReduceStart"
 
 
+@pytest.mark.full
 def test_statistics_are_awaited_where_they_are_used_with_work_in_between(path: str) -> None:
     nodes = compiled(path, sync_batchnorm=True)
     starts, waits = kinds(nodes, "Start"), kinds(nodes, "Wait")

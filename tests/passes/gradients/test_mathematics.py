@@ -109,6 +109,7 @@ def runs_on_onnxruntime(case: Case) -> bool:
     return not (op_type == "DFT" and "inverse" in attributes and "onesided" in attributes and np.all(inputs[1:] == [i64(12)]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in CASES if runs_on_onnxruntime(case)], ids=label)
 def test_backward_graph_runs_on_onnxruntime(case: Case) -> None:
     op_type, inputs, attributes = case

@@ -130,6 +130,7 @@ def test_a_loss_on_batch_statistics() -> None:
         check_gradient(model, feeds, ["x"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op_type", ["BatchNormalizationTraining", "LayerNormalization"])
 def test_gradients_of_gradients(op_type: str) -> None:
     """∂/∂(x, scale) of ∂(Σ y²)/∂x. In float32 for LayerNormalization, whose float64 statistics ONNX rounds to float32."""

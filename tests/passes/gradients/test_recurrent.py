@@ -136,6 +136,7 @@ PLAIN = [
 """Layers with a training form."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("symbolic", [0, pytest.param(1, marks=pytest.mark.full)], ids=["static", "symbolic"])
 @pytest.mark.parametrize("case", PLAIN, ids=label)
 def test_a_layer_that_keeps_its_gates_computes_the_same(case: tuple[str, dict[str, Any]], symbolic: int) -> None:
@@ -225,6 +226,7 @@ def test_outputs_that_are_left_out() -> None:
     assert set(found) == {"x", "w", "r", "b"}
 
 
+@pytest.mark.full
 def test_gradient_of_a_gradient() -> None:
     model, feeds = layer("GRU", direction="bidirectional", linear_before_reset=1)
     graph = model.graph

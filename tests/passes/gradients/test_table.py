@@ -40,6 +40,7 @@ def test_rule_agrees_with_differences(case: Case, symbolic: bool) -> None:
     check_op(name, inputs, domain=domain, **{**attributes, "symbolic": most if symbolic else 0})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] not in NO_KERNEL], ids=label)
 def test_backward_graph_runs_on_onnxruntime(case: Case) -> None:
     op_type, inputs, attributes = case
@@ -62,6 +63,7 @@ def broadcast_shapes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]
     return pair[0], pair[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shapes_known", [True, False])
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(shapes=broadcast_shapes())

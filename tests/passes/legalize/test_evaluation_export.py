@@ -49,6 +49,7 @@ def test_a_folded_batchnorm_is_warned_of_with_the_line_that_keeps_it() -> None:
     assert EXPORT_LINE in line
 
 
+@pytest.mark.full
 def test_the_advised_export_keeps_batchnorm_and_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
@@ -88,6 +89,7 @@ class Dropping(nn.Module):
         return x
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dynamo", params([True, False], large=[False]))
 @pytest.mark.parametrize(
     ("kind", "said"),
@@ -112,6 +114,7 @@ def test_a_lost_dropout_is_warned_of_where_the_file_tells(
     assert not warned(path, "Dropout")
 
 
+@pytest.mark.full
 def test_freezing_everything_is_told_by_name() -> None:
     with pytest.raises(UsageError, match=r"freeze='\*' covers all 6 parameters on the path to the loss"):
         graphc.compile(
@@ -123,6 +126,7 @@ def test_freezing_everything_is_told_by_name() -> None:
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("option", ["freeze", "train"])
 def test_a_pattern_that_matches_nothing_lists_near_names(option: str) -> None:
     with pytest.raises(UsageError, match=r"no parameter matches 'O\.weigth'; near: '\d\.weight'"):

@@ -41,6 +41,7 @@ def constant_nodes(model: ir.Model) -> set[str]:
 # The zoo ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", params((*SMALL, *LARGE), full=LARGE, large=(*HUGE, "densenet121", "inception_v2")))
 def test_zoo_models_compute_the_same(name: str) -> None:
     original, legalised = with_random_weights(name)
@@ -51,6 +52,7 @@ def test_zoo_models_compute_the_same(name: str) -> None:
     np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=HUGE))
 def test_zoo_models_become_legal(name: str) -> None:
     model = legal(load(path_of(name)))

@@ -78,6 +78,7 @@ def random_graph(seed: int, *, symbolic: bool) -> ir.Model:
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("seed", range(15))
 def test_random_graphs_compute_the_same(seed, symbolic):
@@ -102,6 +103,7 @@ def test_simplifying_is_stable_and_deterministic(seed):
     assert_equal(once, again)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["squeezenet", "shufflenet", "inception_v2"])
 def test_zoo_models_compute_the_same(name):
     model = ir.load(os.path.join(LIGHT, f"light_{name}.onnx"))
@@ -113,6 +115,7 @@ def test_zoo_models_compute_the_same(name):
     np.testing.assert_allclose(execute(model, feeds)[0], wanted[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_a_training_graph_keeps_its_effects_and_its_numbers():
     model = ir.load(os.path.join(LIGHT, "light_squeezenet.onnx"))
     run(model, "legalize,initialize,loss{kind=softmax_cross_entropy},autodiff,optimizer{name=sgd},allreduce", Context())

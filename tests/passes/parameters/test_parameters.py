@@ -93,6 +93,7 @@ class Norms(nn.Module):
         return self.head(self.slope(self.second(self.first(y))).mean(1)) * self.logit_scale.exp()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_default_export_of_a_fresh_model_trains_as_in_pytorch(exporter: str) -> None:
     torch.manual_seed(0)
@@ -100,6 +101,7 @@ def test_a_default_export_of_a_fresh_model_trains_as_in_pytorch(exporter: str) -
     np.testing.assert_allclose(losses(exported(module, x, exporter), x), reference(module, x), rtol=2e-5)
 
 
+@pytest.mark.full
 def test_a_module_trains_its_parameters_and_nothing_else() -> None:
     torch.manual_seed(0)
     module, x = Norms(), torch.randn(3, 2, 4, 4)
@@ -122,6 +124,7 @@ class Tied(nn.Module):
         return self.back(self.mix(y, y, y)[0] @ self.words.weight)
 
 
+@pytest.mark.full
 def test_tied_weights_and_dropped_biases_train_as_in_pytorch() -> None:
     torch.manual_seed(0)
     module, x = Tied(), torch.randn(3, 5, 6)

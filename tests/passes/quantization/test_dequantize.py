@@ -125,6 +125,7 @@ def gradient_of(net: Net) -> Array:
     return np.concatenate([p.grad.numpy().reshape(-1) for p in net.parameters() if p.grad is not None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["auto", "always"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form[:1])) + form[1].name)
 def test_the_gradient_is_that_of_the_float_network(made: Made, form: tuple[str, Any, bool, bool], mode: str) -> None:
@@ -145,6 +146,7 @@ def test_the_gradient_is_that_of_the_float_network(made: Made, form: tuple[str, 
         assert loss == pytest.approx(float(wanted), rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form[:1])) + form[1].name)
 def test_it_trains_as_the_float_file_and_is_written_back_as_integers(
     made: Made, form: tuple[str, Any, bool, bool], tmp_path: Path
@@ -162,6 +164,7 @@ def test_it_trains_as_the_float_file_and_is_written_back_as_integers(
     assert (y.argmax(1) == LABELS).mean() > 0.95
 
 
+@pytest.mark.full
 def test_what_did_not_train_is_written_back_bit_for_bit(made: Made, tmp_path: Path) -> None:
     for form in FORMS:
         path = quantised(made, form)

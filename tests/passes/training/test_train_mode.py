@@ -145,6 +145,7 @@ def test_rows_that_are_heads_of_samples_follow_their_sample(rows):
     np.testing.assert_array_equal(np.concatenate(shares), whole)
 
 
+@pytest.mark.full
 def test_two_dropouts_and_two_steps_draw_differently():
     text = HEAD + 'g (float[64,8] x) => (y) { ["a"] h = Dropout (x)  ["b"] y = Dropout (h) }'
     x = np.ones((64, 8), np.float32)

@@ -66,12 +66,14 @@ def test_registers_shared_memory_and_loads_are_read_from_the_compiled_kernel() -
     assert read_cubin(cubin_of("s", text), "s").stack == 256
 
 
+@pytest.mark.full
 def test_no_kernel_of_a_network_s_kinds_is_at_fault() -> None:
     for text in (NORMALISED, CROSS_ENTROPY, POOLED):
         assert faults(kernels(onnx.parser.parse_model(HEAD + text))) == []
     assert faults(kernels(layer_norm(16384, 768))) == []
 
 
+@pytest.mark.full
 def test_sums_over_the_batch_request_several_rows_at_once() -> None:
     sums = [k for k in kernels(onnx.parser.parse_model(HEAD + NORMALISED)) if k.shape.splits > 1]
     assert len(sums) == 2
@@ -85,6 +87,7 @@ def test_a_window_loads_the_factors_of_its_channels_once() -> None:
     assert pool.warps(H200) >= 16
 
 
+@pytest.mark.full
 def test_the_gradient_of_a_layer_normalisation_fits_four_blocks() -> None:
     (joined,) = (k for k in kernels(layer_norm(16384, 768)) if k.shape.resident)
     assert joined.blocks(H200) >= 4

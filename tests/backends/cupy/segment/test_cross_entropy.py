@@ -115,6 +115,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Segment]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_loss_follows_pytorch(

@@ -23,6 +23,7 @@ from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.tiers import params
 
 
+@pytest.mark.full
 def test_a_place_holds_one_value_at_a_time_and_none_from_when_its_result_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch_reuse, "MIN_BYTES", 1)
     rng, in_outputs = random.Random(0), 0
