@@ -149,7 +149,12 @@ class Evaluation:
             if not self._done:
                 run(
                     self._model,
-                    [PassCall("attention", {"saves": "logsumexp"}), PassCall("simplify"), PassCall("verify")],
+                    [
+                        PassCall("einsum"),
+                        PassCall("attention", {"saves": "logsumexp"}),
+                        PassCall("simplify"),
+                        PassCall("verify"),
+                    ],
                     self._ctx,
                 )
                 self._done = True

@@ -79,7 +79,7 @@ def transpose(op: Builder, x: ir.Value) -> Any:
 def einsum(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     """z = einsum(a, b, …);  ∂a = einsum(dz, b, …), repeated along labels that only a has, on the diagonal of a double one"""
     inputs = operands(node, len(node.inputs))
-    terms, result = _einsum_terms(node, inputs)
+    terms, result = einsum_terms(node, inputs)
 
     def make(k: int) -> Any:
         own = "".join(dict.fromkeys(terms[k]))
@@ -117,7 +117,7 @@ def _positions(op: Builder, like: ir.Value, axis: int, width: int) -> Any:
     return op.Unsqueeze(numbers, [k for k in range(width) if k != axis])
 
 
-def _einsum_terms(node: ir.Node, inputs: list[ir.Value]) -> tuple[list[str], str]:
+def einsum_terms(node: ir.Node, inputs: list[ir.Value]) -> tuple[list[str], str]:
     """Index letters of each operand and of the result, with ellipsis and implicit result expanded."""
     equation = node.attributes.get_string("equation", "").replace(" ", "")
     left, arrow, result = equation.partition("->")
