@@ -20,6 +20,10 @@ from graphc.backends.fusion.op_kernels import is_tanh_form
 from graphc.ir.facts import dtype_of, size_of
 
 VECTOR = 16
+LANES = 8
+"""Fewest neighbouring rows for a pass over several: beside fewer, vectors go along the columns, however far apart these lie."""
+
+FEWEST = 8
 """Rows of the smallest share of a kernel over distant columns: a line of the cache. A pass takes several shares at once."""
 
 
@@ -51,8 +55,8 @@ class HostGenerator(Generator):
         """The source, in the form that its memory wants."""
         source = self.source()
         if self.spec.axes and self._columns_lie_apart():
-            inner, _ = self.innermost("rows")
-            if inner is not None:
+            inner, size = self.innermost("rows")
+            if inner is not None and size >= LANES:
                 self.form = Form(vector=VECTOR, variable=inner, strided=True)
                 self._begin()
                 source = self.source()
