@@ -132,7 +132,8 @@ class _Grouper(Launches):
                 for out in node.outputs:
                     kept = op_kernel(node).reduction is not None or self._is_shared(node, out) or self._is_spread(out)
                     if (kept or self._is_picked(node, out)) and out not in self.aliases:
-                        self.memory.add(out)
+                        base = in_place_of(out)  # of another shape: a kernel stores it, and reads it as this value
+                        self.memory.update([base] if base.producer() is not None and constant(base) is None else [])
 
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
         """Whether several nodes use a value that is expensive to recompute."""
