@@ -139,6 +139,36 @@ def test_a_mask_over_rows_side_by_side_is_added_up_along_distant_columns(backend
     np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], np.minimum(x, 0.5).sum(0), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("neighbours", [1, 3, 4, 7, 8, 9, 17])
+@pytest.mark.parametrize("columns", [5, 64, 131])
+def test_reductions_over_an_axis_in_front_of_a_few_elements(columns: int, neighbours: int, backend: Backend) -> None:
+    proto = text(
+        "axis = Constant <value = int64[1] {1}> () s = ReduceSum (x, axis) m = ReduceMax (x, axis) p = Softmax <axis = 1> (x)"
+        " q = Mul (p, m) y = Add (q, s)",
+        f"3,{columns},{neighbours}",
+    )
+    x = np.random.default_rng(0).standard_normal((3, columns, neighbours)).astype(np.float32)
+    whole = x.astype(np.float64)
+    high, e = whole.max(1, keepdims=True), np.exp(whole - whole.max(1, keepdims=True))
+    expected = e / e.sum(1, keepdims=True) * high + whole.sum(1, keepdims=True)
+    np.testing.assert_allclose(results_of(proto, {"x": x}, backend)["y"], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_reshaped_value_that_a_larger_one_shares_is_stored_before_its_reshape(backend: Backend) -> None:
+    proto = text(
+        "axes = Constant <value = int64[1] {1}> () all = Constant <value = int64[2] {0, 1}> ()"
+        " n = Constant <value = float {7}> () a = ReduceSum <keepdims = 0> (x, axes) b = Exp (a) c = Div (b, n) d = Unsqueeze (c, axes) e = Mul (d, x)"
+        " f = ReduceSum <keepdims = 1> (e, axes) g = Add (e, f) h = Mul (g, x) y = ReduceSum <keepdims = 0> (h, all)",
+        "200,300,5",
+        "5",
+    )
+    x = np.random.default_rng(0).standard_normal((200, 300, 5)).astype(np.float32) / 20
+    wide = x.astype(np.float64)
+    e = np.exp(wide.sum(1, keepdims=True)) / 7 * wide
+    expected = ((e + e.sum(1, keepdims=True)) * wide).sum((0, 1))
+    np.testing.assert_allclose(results_of(proto, {"x": x}, backend)["y"], expected, rtol=1e-4)
+
+
 def test_a_scalar_constant_stays_a_scalar_for_the_nodes_that_are_left(backend: Backend) -> None:
     model = text("s = Gather<axis = 1>(x, k) y = Exp(s)", "3,4", "3")
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2), "k"))
