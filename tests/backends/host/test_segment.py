@@ -157,8 +157,9 @@ def test_reductions_over_an_axis_in_front_of_a_few_elements(columns: int, neighb
 def test_a_reshaped_value_that_a_larger_one_shares_is_stored_before_its_reshape(backend: Backend) -> None:
     proto = text(
         "axes = Constant <value = int64[1] {1}> () all = Constant <value = int64[2] {0, 1}> ()"
-        " n = Constant <value = float {7}> () a = ReduceSum <keepdims = 0> (x, axes) b = Exp (a) c = Div (b, n) d = Unsqueeze (c, axes) e = Mul (d, x)"
-        " f = ReduceSum <keepdims = 1> (e, axes) g = Add (e, f) h = Mul (g, x) y = ReduceSum <keepdims = 0> (h, all)",
+        " n = Constant <value = float {7}> () a = ReduceSum <keepdims = 0> (x, axes) b = Exp (a) c = Div (b, n)"
+        " d = Unsqueeze (c, axes) e = Mul (d, x) f = ReduceSum <keepdims = 1> (e, axes) g = Add (e, f) h = Mul (g, x)"
+        " y = ReduceSum <keepdims = 0> (h, all)",
         "200,300,5",
         "5",
     )
