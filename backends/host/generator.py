@@ -77,13 +77,15 @@ class HostGenerator(Generator):
         return super()._expression(node, value, index, guard)
 
     def _columns_lie_apart(self) -> bool:
-        """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not."""
+        """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not, in most of what is read."""
         rows, _ = self.innermost("rows")
         columns, _ = self.innermost("columns")
         steps = dict.fromkeys(("rows", "columns"), 0)
         for access in self._traffic:
+            low, high = access.offset.bounds()
             for name, variable in (("rows", rows), ("columns", columns)):
-                steps[name] += any(term == variable and factor == 1 for term, factor in access.offset.terms)
+                if any(term == variable and factor == 1 for term, factor in access.offset.terms):
+                    steps[name] += high - low + 1
         return steps["rows"] > steps["columns"]
 
     def _is_whole(self, offset: Linear, scope: Scope) -> bool:
