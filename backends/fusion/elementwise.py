@@ -160,3 +160,27 @@ def bit_shift(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
 
 def thresholded_relu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
     return f"({a[0]} > {literal(dtype, _attribute(node, 'alpha', 1.0))} ? {a[0]} : {literal(dtype, 0)})"
+
+
+def celu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
+    alpha = literal(dtype, _attribute(node, "alpha", 1.0))
+    negative = f"{alpha} * ({_f('exp', dtype)}({a[0]} / {alpha}) - {literal(dtype, 1)})"
+    return f"({a[0]} > {literal(dtype, 0)} ? {a[0]} : {negative})"
+
+
+def hard_swish(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
+    line, zero, one = f"({a[0]} / {literal(dtype, 6)} + {literal(dtype, 0.5)})", literal(dtype, 0), literal(dtype, 1)
+    return f"({a[0]} * ({line} < {zero} ? {zero} : {line} > {one} ? {one} : {line}))"
+
+
+def mish(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
+    """x·tanh(log(1 + eˣ)) = x·n/(n + 2), n = eˣ·(eˣ + 2); beyond 20 the factor is 1 in float64 too."""
+    most, two = literal(dtype, 20), literal(dtype, 2)
+    power = f"{_f('exp', dtype)}({a[0]} > {most} ? {most} : {a[0]})"
+    n = f"({power} * ({power} + {two}))"
+    return f"({a[0]} * ({n} / ({n} + {two})))"
+
+
+def shrink(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
+    edge, bias = literal(dtype, _attribute(node, "lambd", 0.5)), literal(dtype, _attribute(node, "bias", 0.0))
+    return f"({a[0]} < -{edge} ? {a[0]} + {bias} : {a[0]} > {edge} ? {a[0]} - {bias} : {literal(dtype, 0)})"

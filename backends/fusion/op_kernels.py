@@ -152,6 +152,8 @@ OP_KERNELS: dict[str, OpKernel] = {
     ),
     "LeakyRelu": OpKernel(e.leaky_relu), "HardSigmoid": OpKernel(e.hard_sigmoid), "PRelu": OpKernel(e.prelu),
     "ThresholdedRelu": OpKernel(e.thresholded_relu), "Elu": OpKernel(e.scaled_exponential(1.0, 1.0)),
+    "Celu": OpKernel(e.celu, work=6), "HardSwish": OpKernel(e.hard_swish, work=6), "Mish": OpKernel(e.mish, work=12),
+    "Shrink": OpKernel(e.shrink),
     "Selu": OpKernel(e.scaled_exponential(1.67326319217681884765625, 1.05070102214813232421875)),
     # Moves
     "Identity": _reshape(views.identity), "Reshape": _reshape(), "Flatten": _reshape(), "Squeeze": _reshape(),

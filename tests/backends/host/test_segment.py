@@ -93,6 +93,7 @@ EXACT: dict[str, Any] = {
     "Erf": lambda x: torch.erf(torch.tensor(x)).numpy(),
     "Sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "Softplus": lambda x: np.logaddexp(x, 0),
+    "Mish": lambda x: x * np.tanh(np.logaddexp(x, 0)),
     "Sqrt": np.sqrt,
 }
 
