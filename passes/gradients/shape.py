@@ -155,7 +155,12 @@ def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     fill, axes = (*node.inputs, None, None)[2:4]
     mode = node.attributes.get_string("mode", "constant")
     if mode != "constant":
-        return scatter_back(op, x, dy, lambda positions: op.Pad(positions, pads, None, axes, mode=mode))
+        margins = _margins(x, constant(pads), constant(axes) if axes is not None else None, mode)
+        if margins is None:
+            return scatter_back(op, x, dy, lambda positions: op.Pad(positions, pads, None, axes, mode=mode))
+        for axis, (size, before, after) in margins.items():
+            dy = _folded(op, dy, axis, size, before, after, mode)
+        return dy
 
     @functools.cache
     def inner() -> Any:
@@ -169,6 +174,50 @@ def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         return op.Reshape(op.Sub(op.ReduceSum(dy, keepdims=0), op.ReduceSum(inner(), keepdims=0)), op.shape(required(fill)))
 
     return inner, None, filled
+
+
+def _margins(x: ir.Value, pads: Any, axes: Any, mode: str) -> dict[int, tuple[int, int, int]] | None:
+    """Size and margins of each axis that has any; None where they are unknown, or a side copies an element twice."""
+    sizes = dims(x)
+    if pads is None or sizes is None:
+        return None
+    named = range(len(sizes)) if axes is None else [int(a) % len(sizes) for a in axes.reshape(-1)]
+    before, after = (half.astype(int).tolist() for half in np.split(pads.reshape(-1), 2))
+    found: dict[int, tuple[int, int, int]] = {}
+    for axis, first, last in zip(named, before, after, strict=True):
+        size = sizes[axis]
+        if first == last == 0:
+            continue
+        most = {"reflect": size - 1, "wrap": size}.get(mode, first + last) if isinstance(size, int) else -1
+        if not isinstance(size, int) or min(first, last) < 0 or max(first, last) > most:
+            return None
+        found[axis] = size, first, last
+    return found
+
+
+def _folded(op: Builder, dy: Any, axis: int, size: int, before: int, after: int, mode: str) -> Any:
+    """dy without the margins of one axis, which are added where they were copied from."""
+
+    def part(first: int, count: int, step: int = 1) -> Any:
+        if step == 1:
+            return op.Slice(dy, [first], [first + count], [axis])
+        return op.Slice(dy, [first + count - 1], [first - 1 if first else -_END], [axis], [-1])
+
+    def onto(margin: Any, place: int, count: int) -> Any:
+        return op.Pad(margin, op.const([place, size - place - count]), None, op.const([axis]))
+
+    total = part(before, size)
+    for first, count, edge in ((0, before, 0), (before + size, after, size - 1)):
+        if not count:
+            continue
+        if mode == "edge":
+            added = onto(op.ReduceSum(part(first, count), [axis]), edge, 1)
+        elif mode == "reflect":
+            added = onto(part(first, count, -1), size - 1 - count if edge else 1, count)
+        else:
+            added = onto(part(first, count), 0 if first else size - count, count)
+        total = op.Add(total, added)
+    return total
 
 
 @gradient("SpaceToDepth")
