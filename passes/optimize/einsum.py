@@ -137,7 +137,7 @@ class _Writer:
         """The value with an axis of one for every label that it lacks."""
         missing = [k for k, c in enumerate(labels) if c not in term.labels]
         value = self.ordered(term, "".join(c for c in labels if c in term.labels))
-        return self.op.Unsqueeze(value, missing) if missing else value  # type: ignore[no-any-return]
+        return self.op.Unsqueeze(value, missing) if missing else value
 
     def _view(self, value: ir.Value, axes: list[str]) -> View:
         return View(value, axes, self.sizes)
