@@ -155,7 +155,7 @@ def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     fill, axes = (*node.inputs, None, None)[2:4]
     mode = node.attributes.get_string("mode", "constant")
     if mode != "constant":
-        margins = _margins(x, constant(pads), constant(axes) if axes is not None else None, mode)
+        margins = _margins(x, pads, axes, mode)
         if margins is None:
             return scatter_back(op, x, dy, lambda positions: op.Pad(positions, pads, None, axes, mode=mode))
         for axis, (size, before, after) in margins.items():
@@ -176,13 +176,14 @@ def pad(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     return inner, None, filled
 
 
-def _margins(x: ir.Value, pads: Any, axes: Any, mode: str) -> dict[int, tuple[int, int, int]] | None:
+def _margins(x: ir.Value, pads: ir.Value, axes: ir.Value | None, mode: str) -> dict[int, tuple[int, int, int]] | None:
     """Size and margins of each axis that has any; None where they are unknown, or a side copies an element twice."""
-    sizes = dims(x)
-    if pads is None or sizes is None:
+    sizes, widths = dims(x), constant(pads)
+    chosen = constant(axes) if axes is not None else np.arange(len(sizes or ()))
+    if sizes is None or widths is None or chosen is None:
         return None
-    named = range(len(sizes)) if axes is None else [int(a) % len(sizes) for a in axes.reshape(-1)]
-    before, after = (half.astype(int).tolist() for half in np.split(pads.reshape(-1), 2))
+    named = [int(a) % len(sizes) for a in chosen.reshape(-1)]
+    before, after = (half.astype(int).tolist() for half in np.split(widths.reshape(-1), 2))
     found: dict[int, tuple[int, int, int]] = {}
     for axis, first, last in zip(named, before, after, strict=True):
         size = sizes[axis]

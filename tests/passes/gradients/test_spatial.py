@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
@@ -13,8 +14,10 @@ import torch.nn.functional as F  # noqa: N812
 
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
+from graphc.ir.names import GRADIENT_OF
 from graphc.passes.gradients.reverse_mode import differentiate
-from graphc.pipeline import run
+from graphc.pipeline import PassCall, run
+from graphc.training.inference import run_model
 from tests.gradient_check import (
     Array,
     Variable,
@@ -217,6 +220,24 @@ def test_pad(mode: str, pads: list[int], axes: list[int] | None, symbolic: int) 
     check_op(
         "Pad", [(4, 5, 6), i64(*pads), *fill, None if axes is None else i64(*axes)], mode=mode, symbolic=symbolic, **SINGLE
     )
+
+
+@pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
+def test_a_margin_of_axes_that_a_feed_names(mode: str) -> None:
+    """The axis comes at run time: elements are added where they came from, one by one."""
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 21]> g (float[3,4] x, int64[1] axis) => (float[] loss)
+        {{ pads = Constant <value = int64[2] {{1, 2}}> ()  y = Pad <mode = "{mode}"> (x, pads, , axis)
+           z = Mul (y, y)  loss = ReduceSum <keepdims = 0> (z) }}"""
+    )
+    converted = ir.from_proto(model)
+    run(converted, [PassCall("legalize"), PassCall("autodiff", {"of": ["loss"], "wrt": ["x"]})])
+    (slope,) = (v for n in converted.graph for v in n.outputs if v.metadata_props.get(GRADIENT_OF) == "x")
+    converted.graph.outputs.append(slope)
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    found = run_model(converted, {"x": x, "axis": np.array([1])})[slope.name or ""]
+    places = np.pad(np.arange(12).reshape(3, 4), ((0, 0), (1, 2)), mode=mode)
+    np.testing.assert_allclose(found, (2 * x.ravel() * np.bincount(places.ravel(), minlength=12)).reshape(3, 4))
 
 
 TRANSPOSED: dict[str, dict[str, Any]] = {
