@@ -1,4 +1,8 @@
-"""Softmax cross-entropy and its gradient, in one sweep over each position's classes; partial sums are float64."""
+"""Softmax cross-entropy and its gradient; partial sums are float64.
+
+Where the classes are neighbours in memory, one sweep over the classes of each position. Where positions are (images: N × C ×
+H × W), a tile of neighbouring positions at a time, so that the inner loop runs along memory.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,26 @@ import numpy as np
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
-from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
+from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of, log
 from graphc.device import Array, Run
 from graphc.errors import InternalError
+
+
+_TILE = 256
+"""Positions whose maxima and sums stay in cache while the classes pass."""
+_NEIGHBOURS = 8
+"""Positions behind the class axis from which on they are taken along memory."""
+
+
+def _planes(array: Array, axis: int) -> Array | None:
+    """View scores as (before, classes, positions behind); None: too few positions are neighbours."""
+    axis %= array.ndim
+    behind = int(np.prod(array.shape[axis + 1 :], dtype=np.int64))
+    return array.reshape(-1, array.shape[axis], behind) if behind >= _NEIGHBOURS else None
+
+
+def _tiles(planes: Array) -> int:
+    return int(planes.shape[0]) * -(-int(planes.shape[2]) // _TILE)
 
 
 def _by_position(array: Array, axis: int) -> Array:
@@ -54,12 +75,19 @@ def softmax_cross_entropy(k: Binding) -> Run:
     (logits, label), (total, weight, log_prob) = given(k.inputs, 2), given(k.outputs, 3)
     scores = _by_position(logits, k.attributes["axis"])
     positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]
+    labels = _label_arguments(k, scores, label, optional(k.inputs, 2))
+    planes, target = _planes(logits, k.attributes["axis"]), _planes(log_prob, k.attributes["axis"])
     grain = max(1, 8192 // max(1, classes))
     parts = max(1, min(k.pool.threads, positions // grain))
+    if planes is not None:
+        parts = min(parts, _tiles(planes))
     sums = np.zeros((parts, 2), dtype=np.float64)
-    labels = _label_arguments(k, scores, label, optional(k.inputs, 2))
-    arguments = (scores, *labels, _by_position(log_prob, k.attributes["axis"]), sums)
-    sweep = k.pool.bind(_softmax_cross_entropy, arguments, parts)
+    if planes is not None:
+        room: Array = np.zeros((parts, 3, _TILE), dtype=np.float32)
+        sweep = k.pool.bind(_softmax_cross_entropy_planes, (planes, *labels, target, sums, room), parts)
+    else:
+        arguments = (scores, *labels, _by_position(log_prob, k.attributes["axis"]), sums)
+        sweep = k.pool.bind(_softmax_cross_entropy, arguments, parts)
 
     def run() -> None:
         sweep()
@@ -106,6 +134,54 @@ def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smooth
         sums[part, 0], sums[part, 1] = loss, weight
 
 
+@jit
+def _softmax_cross_entropy_planes(
+    scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, room, start, stop
+):
+    before, classes, behind = scores.shape
+    tiles, parts = (behind + _TILE - 1) // _TILE, sums.shape[0]
+    count = before * tiles
+    for part in range(start, stop):
+        loss, weight = 0.0, 0.0
+        highest, mass, spread = room[part, 0], room[part, 1], room[part, 2]
+        for tile in range(count * part // parts, count * (part + 1) // parts):
+            n, first = tile // tiles, tile % tiles * _TILE
+            width = min(_TILE, behind - first)
+            row = scores[n, 0, first : first + width]
+            for p in range(width):
+                highest[p], mass[p], spread[p] = row[p], np.float32(0.0), np.float32(0.0)
+            for c in range(1, classes):
+                row = scores[n, c, first : first + width]
+                for p in range(width):
+                    highest[p] = row[p] if row[p] > highest[p] else highest[p]
+            for c in range(classes):
+                row = scores[n, c, first : first + width]
+                for p in range(width):
+                    mass[p] += exp(row[p] - highest[p])
+            for p in range(width):
+                mass[p] = log(mass[p])
+            for c in range(classes):
+                row, target = scores[n, c, first : first + width], log_prob[n, c, first : first + width]
+                for p in range(width):
+                    target[p] = _log_share(row[p], highest[p], mass[p])
+                if smoothing != 0.0:
+                    share = class_weight[c] if class_weight.size else np.float32(1.0)
+                    for p in range(width):
+                        spread[p] += target[p] * share
+            labels = label[n * behind + first : n * behind + first + width]
+            for p in range(width):
+                wanted = labels[p]
+                if ignores and wanted == ignored:
+                    continue
+                if wanted < 0 or wanted >= classes:
+                    loss, weight = np.nan, np.nan
+                    continue
+                counts = class_weight[wanted] if class_weight.size else np.float32(1.0)
+                weight += counts
+                loss -= (1.0 - smoothing) * log_prob[n, wanted, first + p] * counts + smoothing / classes * spread[p]
+        sums[part, 0], sums[part, 1] = loss, weight
+
+
 @kernel("onnxruntime", "graphc::SoftmaxCrossEntropyGrad")
 def softmax_cross_entropy_grad(k: Binding) -> Run:
     """dlogits = dtotal · (softmax · Σ_c r_c - r)"""
@@ -115,9 +191,16 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
     positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]
     mean_weight: Array = np.ones(1, dtype=np.float32)
     labels = _label_arguments(k, scores, label, weights)
-    arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
     grain = max(1, 8192 // max(1, classes))
-    sweep = k.pool.bind(_softmax_cross_entropy_grad, arguments, positions, grain)
+    planes, target = _planes(log_prob, k.attributes["axis"]), _planes(dlogits, k.attributes["axis"])
+    if planes is not None:
+        parts = max(1, min(k.pool.threads, positions // grain, _tiles(planes)))
+        room: Array = np.zeros((parts, 2, _TILE), dtype=np.float32)
+        arguments = (dtotal.reshape(1), planes, *labels, mean_weight, target, room)
+        sweep = k.pool.bind(_softmax_cross_entropy_grad_planes, arguments, parts)
+    else:
+        arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
+        sweep = k.pool.bind(_softmax_cross_entropy_grad, arguments, positions, grain)
     if weights is None:
         return sweep
 
@@ -151,3 +234,38 @@ def _softmax_cross_entropy_grad(
             target[c] = exp(row[c]) * scale - spread * (class_weight[c] if class_weight.size else np.float32(1.0))
         if inside:
             target[wanted] -= hit
+
+
+@jit
+def _softmax_cross_entropy_grad_planes(
+    dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, dlogits, room, start, stop
+):
+    before, classes, behind = log_prob.shape
+    tiles, parts = (behind + _TILE - 1) // _TILE, room.shape[0]
+    count = before * tiles
+    shared = smoothing * mean_weight[0] * dtotal[0]
+    for part in range(start, stop):
+        hit, counts = room[part, 0], room[part, 1]
+        for tile in range(count * part // parts, count * (part + 1) // parts):
+            n, first = tile // tiles, tile % tiles * _TILE
+            width = min(_TILE, behind - first)
+            labels = label[n * behind + first : n * behind + first + width]
+            for p in range(width):
+                wanted = labels[p]
+                weighs = np.float32(np.nan)
+                if 0 <= wanted < classes:
+                    weighs = class_weight[wanted] if class_weight.size else np.float32(1.0)
+                hit[p] = weighs * dtotal[0] * (np.float32(1.0) - smoothing)
+                counts[p] = np.float32(0.0) if ignores and wanted == ignored else np.float32(1.0)
+            for c in range(classes):
+                row, target = log_prob[n, c, first : first + width], dlogits[n, c, first : first + width]
+                spread = smoothing / np.float32(classes) * dtotal[0]
+                if class_weight.size:
+                    spread *= class_weight[c]
+                for p in range(width):
+                    dense = exp(row[p]) * (hit[p] + shared) - spread
+                    target[p] = dense if counts[p] != np.float32(0.0) else np.float32(0.0)
+            for p in range(width):
+                wanted = labels[p]
+                if counts[p] != np.float32(0.0) and 0 <= wanted < classes:
+                    dlogits[n, wanted, first + p] -= hit[p]

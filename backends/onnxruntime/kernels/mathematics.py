@@ -32,6 +32,27 @@ def exp(x):
     return np.float32(0.0) if bounded < np.float32(-87.3) else p * power
 
 
+@inlined
+def log(x):
+    """Logarithm of a float32 that is at least 1 (or NaN) to about one unit in the last place (Cephes' logf, S. Moshier)."""
+    shifted = np.float32(x).view(np.int32) - np.int32(0x3F3504F3)
+    e = np.float32(shifted >> np.int32(23))
+    m = np.int32((shifted & np.int32(0x007FFFFF)) + np.int32(0x3F3504F3)).view(np.float32) - np.float32(1.0)
+    z = m * m
+    p = np.float32(7.0376836292e-2)
+    p = p * m - np.float32(1.1514610310e-1)
+    p = p * m + np.float32(1.1676998740e-1)
+    p = p * m - np.float32(1.2420140846e-1)
+    p = p * m + np.float32(1.4249322787e-1)
+    p = p * m - np.float32(1.6668057665e-1)
+    p = p * m + np.float32(2.0000714765e-1)
+    p = p * m - np.float32(2.4999993993e-1)
+    p = p * m + np.float32(3.3333331174e-1)
+    y = p * m * z + e * _LN2_LOW - np.float32(0.5) * z
+    result = m + y + e * _LN2_HIGH
+    return result if x < np.float32(np.inf) else x
+
+
 @jit
 def highest_of(row):
     """Maximum of two floats by comparing their bit patterns as integers, which vectorises."""

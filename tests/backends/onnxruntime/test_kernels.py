@@ -389,18 +389,17 @@ def test_nan_survives(pool: ThreadPool) -> None:
         (dx,) = native("graphc::GeluGrad", [ones, x], {"approximate": approximate}, pool, [x])
         assert np.isnan(dx).tolist() == [True, False]
     logits = np.array([[np.nan, 1.0], [2.0, 3.0]], dtype=np.float32)
-    label = np.zeros(2, dtype=np.int64)
-    attributes = {"axis": 1}
-    like = [np.float32(0.0), np.float32(0.0), logits]
-    total, _, log_prob = native("graphc::SoftmaxCrossEntropy", [logits, label], attributes, pool, [np.asarray(a) for a in like])
-    assert np.isnan(total)
-    assert np.isnan(log_prob).tolist() == [[True, True], [False, False]]
+    for scores, label in ((logits, np.zeros(2, np.int64)), (np.tile(logits[:, :, None], 9), np.zeros((2, 9), np.int64))):
+        like = [np.zeros((), np.float32), np.zeros((), np.float32), scores]
+        total, _, log_prob = native("graphc::SoftmaxCrossEntropy", [scores, label], {"axis": 1}, pool, like)
+        assert np.isnan(total)
+        assert np.isnan(log_prob[0]).all() and not np.isnan(log_prob[1]).any()
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignore", [None, -100])
-@pytest.mark.parametrize(("shape", "axis"), [((50, 1000), 1), ((6, 5, 7, 3), 1), ((4, 9, 11), -1)])
+@pytest.mark.parametrize(("shape", "axis"), [((50, 1000), 1), ((6, 5, 7, 3), 1), ((2, 4, 17, 19), 1), ((5, 3, 2), 1), ((4, 9, 11), -1)])
 def test_softmax_cross_entropy(
     smoothing: float, weighted: bool, ignore: int | None, shape: tuple[int, ...], axis: int, pool: ThreadPool
 ) -> None:
@@ -432,12 +431,11 @@ def test_a_loss_near_zero_is_not_rounded_as_its_scores_are(pool: ThreadPool) -> 
 
 
 def test_label_outside_the_classes_gives_nan(pool: ThreadPool) -> None:
-    logits, label = normal(4, 3), np.array([0, 3, -1, 2])
-    for op, arrays in (
-        ("graphc::SoftmaxCrossEntropy", [logits, label]),
-        ("graphc::SoftmaxCrossEntropyGrad", [np.array(1.0, dtype=np.float32), logits, label]),
-    ):
-        compare(op, arrays, {"axis": 1}, pool)
+    outside = rng.integers(0, 3, (2, 10))
+    outside[0, 3], outside[1, 7] = 3, -1
+    for logits, label in ((normal(4, 3), np.array([0, 3, -1, 2])), (normal(2, 3, 10), outside)):
+        compare("graphc::SoftmaxCrossEntropy", [logits, label], {"axis": 1}, pool)
+        compare("graphc::SoftmaxCrossEntropyGrad", [np.array(1.0, dtype=np.float32), logits, label], {"axis": 1}, pool)
 
 
 @pytest.mark.parametrize("offset", [0, 3])
