@@ -90,6 +90,8 @@ def power(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
         power = math.nan
     if power == 2.0:
         return f"({a[0]} * {a[0]})"
+    if power == 3.0:
+        return f"({a[0]} * {a[0]} * {a[0]})"
     if power == 0.5:
         return f"{_f('sqrt', dtype)}({a[0]})"
     return f"{_f('pow', dtype)}({a[0]}, ({compute_type(dtype)}){a[1]})"

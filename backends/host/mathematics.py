@@ -1,17 +1,19 @@
 """Elementary functions as LLVM IR, so that loops that call them become vectors.
 
-float32: eˣ and log as in Cephes (S. Moshier), erf and tanh as rational functions and series below; others, and float64, call
-the C library, one element at a time.
+float32: eˣ, log, sine and cosine as in Cephes (S. Moshier), erf, tanh and powers as rational functions and series below;
+others, and float64, call the C library, one element at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from llvmlite import ir as ll
 
-from graphc.backends.host.kinds import F32, F64, I16, I32, Typed
+from graphc.backends.host.kinds import F32, F64, I16, I32, I64, Typed
 from graphc.backends.host.language import LanguageError
 
 To: TypeAlias = Callable[[str, Typed], Any]
@@ -46,7 +48,7 @@ class Mathematics:
         if name in ("erf", "exp", "log", "sqrt", "pow", "floor", "ceil", "rint", "fabs", "tanh", "sin", "cos"):
             plain, kind = name, "double"
         if name in _SERIES:
-            return Typed(build.call(self._series(name), [to("float", a[0])]), "float")
+            return Typed(build.call(self._series(name, len(a)), [to("float", x) for x in a]), "float")
         if name in ("gelu_slope", "gelu_tanh_slope"):
             if a[0].kind != "float":
                 raise LanguageError(f"{name} of {a[0].kind}")
@@ -67,14 +69,14 @@ class Mathematics:
             self._made[symbol] = ll.Function(self._module, ll.FunctionType(kind, [kind] * count), symbol)
         return self._made[symbol]
 
-    def _series(self, name: str) -> ll.Function:
+    def _series(self, name: str, operands: int = 1) -> ll.Function:
         if name not in self._made:
-            function = ll.Function(self._module, ll.FunctionType(F32, [F32]), f"graphc.{name}")
+            function = ll.Function(self._module, ll.FunctionType(F32, [F32] * operands), f"graphc.{name}")
             function.linkage = "internal"
             function.attributes.add("alwaysinline")
             self._made[name] = function
             build = ll.IRBuilder(function.append_basic_block())
-            build.ret(_SERIES[name](_Float(self, build), function.args[0]))
+            build.ret(_SERIES[name](_Float(self, build), *function.args))
         return self._made[name]
 
 
@@ -273,13 +275,131 @@ def _gelu_tanh_slope(f: _Float, x: Any) -> Any:
     return f.fma(rest, f.fma(square, 0.214064449, 1.59576912), s)
 
 
-_SERIES: dict[str, Callable[[_Float, Any], Any]] = {
+_TWO_OVER_PI = (0xA2F9836E4E441529, 0xFC2757D1F534DDC0, 0xDB6295993C439041)
+"""The first 192 bits of 2/π behind the point."""
+
+
+def _quadrant(f: _Float, x: Any) -> tuple[Any, Any]:
+    """x = n·π/2 + r: the last bits of n, and r as float32, of any finite x.
+
+    Below 2⁴⁵ in float64, by π/2 in two parts. Beyond it, where x is m·2ᵉ with a whole m of 24 bits, m times those 64 bits of
+    2ᵉ·2/π that matter modulo 4 (M. Payne, R. Hanek), to an absolute error of 4e-10.
+    """
+    build = f.build
+    fma = intrinsic(build.module, "llvm.fma", F64, 3)
+
+    def double(value: float) -> Any:
+        return ll.Constant(F64, value)
+
+    wide = build.fpext(x, F64)
+    shifted = build.call(fma, [wide, double(0.6366197723675814), double(6755399441055744.0)])
+    n = build.trunc(build.bitcast(shifted, I64), I32)
+    whole = build.fsub(shifted, double(6755399441055744.0))
+    rest = build.call(fma, [whole, double(-1.5707963267948966), wide])
+    rest = build.call(fma, [whole, double(-6.123233995736766e-17), rest])
+
+    bits = build.bitcast(f.abs(x), I32)
+    mantissa = build.zext(build.or_(build.and_(bits, ll.Constant(I32, 0x7FFFFF)), ll.Constant(I32, 0x800000)), I64)
+    first = build.zext(build.sub(build.lshr(bits, ll.Constant(I32, 23)), ll.Constant(I32, 152)), I64)
+    later = build.icmp_unsigned(">=", first, ll.Constant(I64, 64))
+    a, b, c = (ll.Constant(I64, word) for word in _TWO_OVER_PI)
+    here, beside = build.select(later, b, a), build.select(later, c, b)
+    by = build.and_(first, ll.Constant(I64, 63))
+    beside = build.lshr(build.lshr(beside, ll.Constant(I64, 1)), build.xor(by, ll.Constant(I64, 63)))
+    turn = build.mul(mantissa, build.or_(build.shl(here, by), beside))  # quadrants · 2⁶², modulo four of them
+    far = build.trunc(build.lshr(build.add(turn, ll.Constant(I64, 1 << 61)), ll.Constant(I64, 62)), I32)
+    angle = build.trunc(build.lshr(build.shl(turn, ll.Constant(I64, 2)), ll.Constant(I64, 32)), I32)
+    beyond = build.fmul(build.sitofp(angle, F64), double(1.5707963267948966 / 2**32))
+    negative = build.fcmp_ordered("<", x, f.number(0.0))
+    far = build.select(negative, build.neg(far), far)
+    beyond = build.select(negative, build.fneg(beyond), beyond)
+
+    near = build.fcmp_ordered("<", f.abs(x), f.number(35184372088832.0))
+    return build.select(near, n, far), build.fptrunc(build.select(near, rest, beyond), F32)
+
+
+def _circular(f: _Float, x: Any, ahead: int) -> Any:
+    """sin(x + ahead·π/2)"""
+    build = f.build
+    n, r = _quadrant(f, x)
+    n = build.add(n, ll.Constant(I32, ahead))
+    s = f.mul(r, r)
+    sine = f.polynomial(s, -1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1)
+    sine = f.fma(f.mul(sine, s), r, r)
+    cosine = f.polynomial(s, 2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
+    cosine = f.fma(f.mul(cosine, s), s, f.fma(s, -0.5, f.number(1.0)))
+    odd = build.icmp_signed("!=", build.and_(n, ll.Constant(I32, 1)), ll.Constant(I32, 0))
+    sign = build.shl(build.and_(n, ll.Constant(I32, 2)), ll.Constant(I32, 30))
+    value = build.bitcast(build.xor(build.bitcast(build.select(odd, cosine, sine), I32), sign), F32)
+    finite = build.fcmp_ordered("<", f.abs(x), f.number(float("inf")))
+    value = build.select(finite, value, build.fsub(x, x))
+    return value if ahead else build.select(build.fcmp_ordered("==", x, f.number(0.0)), x, value)  # -0 stays
+
+
+def _tan(f: _Float, x: Any) -> Any:
+    return f.build.fdiv(f.call("sinf", x), f.call("cosf", x))
+
+
+def _pow(f: _Float, x: Any, y: Any) -> Any:
+    """2 to the power of y·log2 x in float64, with the values that C prescribes for zero, infinity, NaN and negative x."""
+    build = f.build
+    fma = intrinsic(build.module, "llvm.fma", F64, 3)
+
+    def double(value: float) -> Any:
+        return ll.Constant(F64, value)
+
+    def polynomial(value: Any, coefficients: Sequence[float]) -> Any:
+        total = double(coefficients[0])
+        for coefficient in coefficients[1:]:
+            total = build.call(fma, [total, value, double(coefficient)])
+        return total
+
+    def limited(value: Any, bound: float) -> Any:
+        value = build.select(build.fcmp_ordered(">", value, double(bound)), double(bound), value)
+        return build.select(build.fcmp_ordered("<", value, double(-bound)), double(-bound), value)
+
+    size = f.abs(x)
+    bits = build.bitcast(build.fpext(size, F64), I64)
+    high = build.trunc(build.lshr(bits, ll.Constant(I64, 32)), I32)
+    e = build.ashr(build.sub(high, ll.Constant(I32, 0x3FE6A09E)), ll.Constant(I32, 20))  # the mantissa from √½ to √2
+    m = build.bitcast(build.sub(bits, build.shl(build.sext(e, I64), ll.Constant(I64, 52))), F64)
+    s = build.fdiv(build.fadd(m, double(-1.0)), build.fadd(m, double(1.0)))
+    series = polynomial(build.fmul(s, s), [2.8853900817779268 / k for k in (15, 13, 11, 9, 7, 5, 3, 1)])
+    log = build.call(fma, [s, series, build.sitofp(e, F64)])
+    log = build.select(build.fcmp_ordered("==", size, f.number(0.0)), double(-1e300), log)
+    log = build.select(build.fcmp_ordered("==", size, f.number(float("inf"))), double(1e300), log)
+    z = limited(build.fmul(limited(build.fpext(y, F64), 1e30), log), 300.0)
+    shifted = build.fadd(z, double(6755399441055744.0))
+    n = build.trunc(build.bitcast(shifted, I64), I32)
+    t = build.fmul(build.fsub(z, build.fsub(shifted, double(6755399441055744.0))), double(0.6931471805599453))
+    power = polynomial(t, [1 / math.factorial(k) for k in range(9, -1, -1)])
+    scale = build.shl(build.zext(build.add(n, ll.Constant(I32, 1023)), I64), ll.Constant(I64, 52))
+    result = build.fptrunc(build.fmul(power, build.bitcast(scale, F64)), F32)
+
+    whole = build.fcmp_ordered("==", build.call(intrinsic(build.module, "llvm.floor", F32), [y]), y)
+    half = f.mul(y, 0.5)
+    odd = build.and_(whole, build.fcmp_ordered("!=", build.call(intrinsic(build.module, "llvm.floor", F32), [half]), half))
+    result = build.select(odd, f.with_sign(result, x), result)
+    nan, one = f.number(float("nan")), f.number(1.0)
+    root = build.and_(build.fcmp_ordered("<", x, f.number(0.0)), build.fcmp_ordered(">", x, f.number(float("-inf"))))
+    infinite = build.fcmp_ordered("==", f.abs(y), f.number(float("inf")))
+    root = build.and_(root, build.not_(build.or_(whole, infinite)))
+    result = build.select(build.or_(root, build.fcmp_unordered("uno", x, y)), nan, result)
+    sure = build.or_(build.fcmp_ordered("==", x, one), build.fcmp_ordered("==", y, f.number(0.0)))
+    return build.select(sure, one, result)
+
+
+_SERIES: dict[str, Callable[..., Any]] = {
     "expf": _exp,
     "logf": _log,
     "erff": _erf,
     "tanhf": _tanh,
     "log1pf": _log1p,
     "exp2f": _exp2,
+    "sinf": partial(_circular, ahead=0),
+    "cosf": partial(_circular, ahead=1),
+    "tanf": _tan,
+    "powf": _pow,
     "geluf": _gelu,
     "gelu_slopef": _gelu_slope,
     "gelu_tanh_slopef": _gelu_tanh_slope,

@@ -98,6 +98,34 @@ EXACT: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("op", ["Sin", "Cos", "Tan"])
+def test_circular_functions_follow_float64_over_the_whole_range(op: str, backend: Backend) -> None:
+    whole = np.geomspace(1e10, 3e38, 4000)
+    x = np.concatenate([X, whole, -whole, np.arange(-500, 500) * np.pi / 2, ODD]).astype(np.float32)
+    found = results_of(text(f"y = {op}(x)", str(x.size)), {"x": x}, backend)["y"]
+    with np.errstate(all="ignore"):
+        expected = getattr(np, op.lower())(x.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-9)
+    near = abs(x) < 1e10
+    np.testing.assert_allclose(found[near], expected[near], rtol=1e-6, atol=2e-38)
+    np.testing.assert_array_equal(np.signbit(found[x == 0]), np.signbit(expected[x == 0]))
+
+
+def test_powers_follow_float64_and_have_the_values_that_c_prescribes(backend: Backend) -> None:
+    bases = np.concatenate([np.geomspace(1e-44, 3e38, 300), [0.5, 1, 2, 1 + 2**-23, 1 - 2**-24], ODD])
+    exponents = np.array([0, -0.0, 0.1, 0.75, 1, 3, 5, -1, -0.5, 1.7, -33, 1e-30, 2**24 + 2, -7e20, np.inf, -np.inf, np.nan])
+    x, y = (a.ravel().astype(np.float32) for a in np.meshgrid(np.concatenate([bases, -bases]), exponents))
+    model = text("y = Pow(x, e)", str(x.size))
+    model.graph.input.append(onnx.helper.make_tensor_value_info("e", onnx.TensorProto.FLOAT, [y.size]))
+    found = results_of(model, {"x": x, "e": y}, backend)["y"]
+    with np.errstate(all="ignore"):
+        expected = np.power(x.astype(np.float64), y.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_allclose(found, expected, rtol=2e-7, atol=1e-45)
+    np.testing.assert_array_equal(np.signbit(found) & (found == found), np.signbit(expected) & (expected == expected))
+
+
 @pytest.mark.parametrize("op", EXACT)
 def test_elementary_functions_keep_their_digits_and_their_limits(op: str, backend: Backend) -> None:
     x = np.concatenate([X, ODD]).astype(np.float32)
