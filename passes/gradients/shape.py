@@ -108,12 +108,31 @@ def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     x = input_of(node)
     starts, ends, axes, steps = (*node.inputs, None, None)[1:5]
     first, named, strides = constant(starts), constant(axes), constant(steps)
-    plain = first is not None and (axes is None or named is not None)
-    plain &= steps is None or (strides is not None and bool(np.all(strides == 1)))
+    plain = first is not None and (axes is None or named is not None) and (steps is None or strides is not None)
     if not plain or first is None:
         return scatter_back(op, x, dy, lambda positions: op.Slice(positions, starts, ends, axes, steps))
     where = [int(a) % rank(x) for a in (named if named is not None else range(first.size))]
-    return _surround(op, x, dy, where, [int(s) for s in first.reshape(-1)])
+    begins = [int(s) for s in first.reshape(-1)]
+    for k, step in enumerate([1] * len(where) if strides is None else map(int, strides.reshape(-1))):
+        if step == 1:
+            continue
+        full, taken = ((dims(v) or {where[k]: None})[where[k]] for v in (x, dy))
+        if not (isinstance(full, int) and isinstance(taken, int)):
+            return scatter_back(op, x, dy, lambda positions: op.Slice(positions, starts, ends, axes, steps))
+        begins[k] = min(max(begins[k] + full if begins[k] < 0 else begins[k], 0), full - (step < 0))
+        if step < 0:
+            dy = op.Slice(dy, [_END], [-_END], [where[k]], [-1])
+            begins[k] += (taken - 1) * step
+        if abs(step) > 1:
+            dy = _with_gaps(op, dy, where[k], taken, abs(step))
+    return _surround(op, x, dy, where, begins)
+
+
+def _with_gaps(op: Builder, dy: ir.Value, axis: int, count: int, step: int) -> Any:
+    """``step`` - 1 zeros between the ``count`` elements along an axis."""
+    apart = op.Pad(op.Unsqueeze(dy, [axis + 1]), [0, step - 1], None, [axis + 1])
+    sizes = [count * step if k == axis else (dy, k) for k in range(rank(dy))]
+    return op.Slice(op.Reshape(apart, op.lengths(*sizes)), [0], [max(count * step - step + 1, 0)], [axis])
 
 
 def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], starts: Sequence[int]) -> Any:
