@@ -17,7 +17,6 @@ from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of, log
 from graphc.device import Array, Run
 from graphc.errors import InternalError
 
-
 _TILE = 256
 """Positions whose maxima and sums stay in cache while the classes pass."""
 _NEIGHBOURS = 8
@@ -135,9 +134,7 @@ def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smooth
 
 
 @jit
-def _softmax_cross_entropy_planes(
-    scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, room, start, stop
-):
+def _softmax_cross_entropy_planes(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, room, start, stop):
     before, classes, behind = scores.shape
     tiles, parts = (behind + _TILE - 1) // _TILE, sums.shape[0]
     count = before * tiles

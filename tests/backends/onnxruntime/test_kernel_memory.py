@@ -70,7 +70,13 @@ def c(*arrays: Array | None, constants: Sequence[int] = (), **attributes: Any) -
 
 def _losses(first: Sequence[Array], scores: Callable[..., Array]) -> list[Case]:
     """Every layout of the classes, with and without class weights, an ignored label and smoothing, for both index types."""
-    shapes = [((6, 5), 1, (6,)), ((2, 5, 3), 1, (2, 3)), ((2, 5, 3, 9), 1, (2, 3, 9)), ((2, 3, 5), -1, (2, 3)), ((5, 4), 0, (4,))]
+    shapes = [
+        ((6, 5), 1, (6,)),
+        ((2, 5, 3), 1, (2, 3)),
+        ((2, 5, 3, 9), 1, (2, 3, 9)),
+        ((2, 3, 5), -1, (2, 3)),
+        ((5, 4), 0, (4,)),
+    ]
     cases = []
     for (shape, axis, labels), dtype in itertools.product(shapes, (np.int64, np.int32)):
         label = rng.integers(0, 5, labels).astype(dtype)

@@ -393,13 +393,16 @@ def test_nan_survives(pool: ThreadPool) -> None:
         like = [np.zeros((), np.float32), np.zeros((), np.float32), scores]
         total, _, log_prob = native("graphc::SoftmaxCrossEntropy", [scores, label], {"axis": 1}, pool, like)
         assert np.isnan(total)
-        assert np.isnan(log_prob[0]).all() and not np.isnan(log_prob[1]).any()
+        assert np.isnan(log_prob[0]).all()
+        assert not np.isnan(log_prob[1]).any()
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("ignore", [None, -100])
-@pytest.mark.parametrize(("shape", "axis"), [((50, 1000), 1), ((6, 5, 7, 3), 1), ((2, 4, 17, 19), 1), ((5, 3, 2), 1), ((4, 9, 11), -1)])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((50, 1000), 1), ((6, 5, 7, 3), 1), ((2, 4, 17, 19), 1), ((5, 3, 2), 1), ((4, 9, 11), -1)]
+)
 def test_softmax_cross_entropy(
     smoothing: float, weighted: bool, ignore: int | None, shape: tuple[int, ...], axis: int, pool: ThreadPool
 ) -> None:
