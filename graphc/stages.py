@@ -150,6 +150,7 @@ class Evaluation:
                 run(
                     self._model,
                     [
+                        PassCall("gathers"),
                         PassCall("einsum"),
                         PassCall("attention", {"saves": "logsumexp"}),
                         PassCall("simplify"),

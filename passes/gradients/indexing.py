@@ -27,11 +27,10 @@ def gather(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         return _one_slice(op, x, axis, int(known.reshape(-1)[0]), dy)
     if axis == 0:
         return op.graphc.GatherGrad(dy, indices, op.shape(x))
-    width, columns = rank(indices), op.Unsqueeze(indices, [-1])
+    width = rank(indices)
     order = [axis, *(k for k in range(rank(x)) if k != axis)]
     front = op.Transpose(dy, perm=[*range(axis, axis + width), *range(axis), *range(axis + width, rank(dy))])
-    zeros = op.Expand(op.scalar(0, x), op.lengths(*((x, k) for k in order)))
-    moved = op.ScatterND(zeros, columns, front, reduction="add")
+    moved = op.graphc.GatherGrad(front, indices, op.lengths(*((x, k) for k in order)))
     return op.Transpose(moved, perm=[int(k) for k in np.argsort(order)])
 
 

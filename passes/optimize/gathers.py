@@ -1,0 +1,112 @@
+"""gathers: write a Gather by constant indices in arithmetic progression as slices.
+
+    before   y = Gather(x, [[0, 1, 2], [1, 2, 3]], axis=1)                              # windows of three
+    after    y = Concat(Unsqueeze(x[:, 0:3], 1), Unsqueeze(x[:, 1:4], 1), axis=1)
+
+Slices cost no pass over memory inside a generated kernel, need no check of indices, and their gradients add what lies side by
+side, where that of a Gather scatters. Windows, patches, channel orders and halves that change places look like this in exported
+files. A GatherND of single indices, as exporters write ``x[:, indices]``, becomes a Gather first, which has a faster gradient.
+A Gather stays as it is if it reads a parameter (an embedding has a gradient of rows), if its indices or the length of the axis
+are known only at run time, or if they make more than 16 slices or slices of less than 4 elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, dims, input_of, required
+from graphc.passes.optimize.simplify import dead_code_elimination, replace
+from graphc.pipeline import Context, graph_pass
+
+MOST, LEAST = 16, 4
+"""Slices at most, and elements of a slice at least, for which slices are better."""
+
+Run: TypeAlias = tuple[int, int, int]
+"""First index, step and number of indices."""
+
+_END = np.iinfo(np.int64).max
+
+
+@graph_pass("gathers", requires=("legalize",), changes="form")
+def gathers(model: ir.Model, ctx: Context) -> bool:
+    """Replace every Gather that a few slices can do."""
+    graph = model.graph
+    op, count = Builder(graph), 0
+    for node in [node for node in graph if node.domain == "" and node.op_type in ("Gather", "GatherND")]:
+        op.before, op.scope = node, node.name or node.op_type
+        found = _as_slices(op, node) if node.op_type == "Gather" else _as_gather(op, node)
+        count += found is not None and replace(graph, op, node.outputs[0], found)
+    if count:
+        dead_code_elimination(graph)
+        ctx.note(f"gathers: {count} are slices or simpler gathers")
+    return count > 0
+
+
+def _as_gather(op: Builder, node: ir.Node) -> ir.Value | None:
+    """A GatherND whose tuples have one index each, as slices or as a Gather on the first axis."""
+    shape = dims(required(node.inputs[1]))
+    if not shape or shape[-1] != 1 or node.attributes.get_int("batch_dims", 0):
+        return None
+    known = constant(node.inputs[1])
+    indices = op.Squeeze(node.inputs[1], [-1]) if known is None else op.const(known[..., 0])
+    gather = op.Gather(input_of(node), indices, axis=0)
+    sliced = _as_slices(op, gather.producer())
+    return gather if sliced is None else sliced  # type: ignore[no-any-return]
+
+
+def _as_slices(op: Builder, node: ir.Node) -> ir.Value | None:
+    pieces = _pieces(node)
+    if pieces is None:
+        return None
+    axis, runs, place = pieces
+    slices = [_slice(op, input_of(node), axis, run) for run in runs]
+    if place is not None:
+        slices, axis = [op.Unsqueeze(piece, [place]) for piece in slices], place
+    return slices[0] if len(slices) == 1 else op.Concat(*slices, axis=axis)  # type: ignore[no-any-return]
+
+
+def _pieces(node: ir.Node) -> tuple[int, Sequence[Run], int | None] | None:
+    """The axis, the slices of a Gather, and the new axis that counts them (None: they follow each other); None: it stays."""
+    data, indices = input_of(node), constant(node.inputs[1])
+    sizes = dims(data)
+    if indices is None or sizes is None or data.is_initializer() or not 1 <= indices.ndim <= 2 or indices.size < LEAST:
+        return None
+    axis = node.attributes.get_int("axis", 0) % len(sizes)
+    size, indices = sizes[axis], indices.astype(np.int64)
+    if not isinstance(size, int):
+        return None
+    indices = np.where(indices < 0, indices + size, indices)
+    if indices.min() < 0 or indices.max() >= size:
+        return None  # an error, which the Gather reports
+    if indices.ndim == 1:
+        runs = _runs(indices)
+        return (axis, runs, None) if len(runs) <= MOST and len(indices) >= LEAST * len(runs) else None
+    rows, place = min((indices, axis), (indices.T, axis + 1), key=lambda way: len(way[0]))
+    found = [_runs(row) for row in rows]
+    if len(found) > MOST or rows.shape[1] < LEAST or any(len(runs) != 1 for runs in found):
+        return None
+    return axis, [runs[0] for runs in found], place
+
+
+def _runs(indices: np.ndarray[Any, np.dtype[np.int64]]) -> list[Run]:
+    """Cut indices into the longest arithmetic progressions, from the left; equal ones make runs of one."""
+    runs, at = [], 0
+    while at < len(indices):
+        steps = np.diff(indices[at:])
+        step = int(steps[0]) if len(steps) else 1
+        other = np.flatnonzero(steps != step)
+        count = 1 if step == 0 else (int(other[0]) if len(other) else len(steps)) + 1
+        runs.append((int(indices[at]), step if count > 1 else 1, count))
+        at += count
+    return runs
+
+
+def _slice(op: Builder, data: ir.Value, axis: int, run: Run) -> Any:
+    first, step, count = run
+    end = first + (count - 1) * step + (1 if step > 0 else -1)
+    return op.Slice(data, [first], [end if end >= 0 else -_END], [axis], [step])

@@ -1,0 +1,129 @@
+"""Gathers as slices: the elements stay the same, gradients are PyTorch's, and what slices cannot do stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from torch import nn
+
+import graphc
+from graphc.pipeline import Context, PassCall, run
+from graphc.training.inference import run_model
+
+WINDOWS = np.arange(3)[:, None] + np.arange(6)[None]
+
+SLICED: dict[str, Any] = {
+    "in a row": np.arange(2, 8),
+    "backwards": np.arange(7, -1, -1),
+    "every other one": np.arange(1, 8, 2),
+    "from the end": np.arange(-8, -2),
+    "halves that change places": np.concatenate([np.arange(4, 8), np.arange(4)]),
+    "windows": WINDOWS,
+    "windows along the other axis": WINDOWS.T,
+    "one row of windows": np.arange(8)[None],
+    "four equal ones in a row": np.arange(8)[:, None] * np.ones(1, np.int64),
+}
+LEFT: dict[str, Any] = {
+    "no order": np.array([0, 3, 1, 4, 2, 7, 5, 6]),
+    "too few": np.array([1, 2, 3]),
+    "one again and again": np.zeros(8, np.int64),
+    "an index outside": np.arange(1, 9),
+    "a table of three axes": WINDOWS[None],
+}
+
+
+def model_of(indices: np.ndarray, shape: list[int | str], axis: int, weight: bool = False) -> ir.Model:
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)
+    nodes = [onnx.helper.make_node("Gather", ["w" if weight else "x", "i"], ["g"], axis=axis, name="picks")]
+    nodes.append(onnx.helper.make_node("Add", ["g", "one"], ["y"]))
+    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+    held = {"i": indices.astype(np.int64), "one": np.ones((), np.float32)}
+    if weight:
+        held["w"] = np.ones(shape, np.float32)
+    graph = onnx.helper.make_graph(nodes, "g", [x], [out], [onnx.numpy_helper.from_array(v, k) for k, v in held.items()])
+    model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10))
+    run(model, [PassCall("legalize")])
+    return model
+
+
+def gathers_of(model: ir.Model) -> int:
+    return sum(node.op_type == "Gather" for node in model.graph)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("case", SLICED)
+def test_slices_take_the_same_elements(case: str, axis: int) -> None:
+    shape = [4, 4, 4]
+    shape[axis] = 8
+    model, x = model_of(SLICED[case], shape, axis), np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    run(model, [PassCall("gathers"), PassCall("verify")], Context(done=["legalize"]))
+    assert gathers_of(model) == 0
+    np.testing.assert_array_equal(run_model(model, {"x": x})["y"], np.take(x, SLICED[case], axis) + 1)
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_a_few_slices_cannot_do_stays(case: str) -> None:
+    model = model_of(LEFT[case], [2, 8], 1)
+    run(model, [PassCall("gathers")], Context(done=["legalize"]))
+    assert gathers_of(model) == 1
+
+
+def test_parameters_and_axes_of_unknown_length_stay() -> None:
+    for model in (model_of(np.arange(8), [8, 2], 0, weight=True), model_of(np.arange(8), ["n", 2], 0)):
+        run(model, [PassCall("gathers")], Context(done=["legalize"]))
+        assert gathers_of(model) == 1
+
+
+def test_tuples_of_one_index_become_a_gather_and_slices_where_they_are_in_a_row() -> None:
+    x, picks = np.random.default_rng(0).standard_normal((8, 3)).astype(np.float32), np.array([[3, -1, 3], [0, 2, 7]])
+    for indices in (None, picks, np.arange(2, 8)):
+        feeds = {"x": x} if indices is not None else {"x": x, "i": picks[..., None]}
+        held = [] if indices is None else [onnx.numpy_helper.from_array(indices[..., None], "i")]
+        inputs = [
+            onnx.helper.make_tensor_value_info(k, onnx.TensorProto.FLOAT if k == "x" else onnx.TensorProto.INT64, v.shape)
+            for k, v in feeds.items()
+        ]
+        out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)
+        graph = onnx.helper.make_graph([onnx.helper.make_node("GatherND", ["x", "i"], ["y"])], "g", inputs, [out], held)
+        model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10))
+        run(model, [PassCall("legalize"), PassCall("gathers"), PassCall("verify")])
+        ops = {node.op_type for node in model.graph}
+        assert "GatherND" not in ops
+        assert ("Gather" in ops) == (indices is None or indices.ndim == 2)
+        np.testing.assert_array_equal(run_model(model, feeds)["y"], x[picks if indices is None else indices])
+
+
+class Patches(nn.Module):
+    """Overlapping windows, and a shuffle of halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 3, padding=1), nn.Linear(36, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)[:, :, torch.cat([torch.arange(4, 8), torch.arange(4)])]
+        return self.last(torch.nn.functional.unfold(h, 3, padding=1).transpose(1, 2).square().mean(1))
+
+
+def test_windows_and_shuffles_train_as_in_pytorch() -> None:
+    torch.manual_seed(0)
+    module, x, label = Patches(), torch.randn(6, 2, 8, 8), torch.randint(0, 5, (6,))
+    program = graphc.compile(
+        module, example_inputs=(x,), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.5)
+    )
+    assert not {"GatherND", "GatherGrad", "ScatterND", "ScatterElements"} & {node.op_type for node in program.model.graph}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    with graphc.Trainer(program) as trainer:
+        (name,) = (v.name for v in program.model.graph.inputs if v.name != "label")
+        for _ in range(5):
+            loss = nn.functional.cross_entropy(module(x), label)
+            found = trainer.step({name: x.numpy(), "label": label.numpy()})["loss"]
+            assert found == pytest.approx(loss.item(), rel=1e-5)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
