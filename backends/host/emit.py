@@ -15,7 +15,8 @@ from llvmlite import ir as ll
 from graphc.backends.host import language as lang
 from graphc.backends.host.kinds import F32, I1, I32, I64, KINDS, Typed
 from graphc.backends.host.language import LanguageError
-from graphc.backends.host.mathematics import Mathematics, intrinsic
+from graphc.backends.host.mathematics import Mathematics
+from graphc.backends.host.series import intrinsic
 
 REORDERED = ("reassoc", "nsz")
 

@@ -50,13 +50,13 @@ def gathers(model: ir.Model, ctx: Context) -> bool:
 def _as_gather(op: Builder, node: ir.Node) -> ir.Value | None:
     """A GatherND whose tuples have one index each, as slices or as a Gather on the first axis."""
     shape = dims(required(node.inputs[1]))
-    if not shape or shape[-1] != 1 or node.attributes.get_int("batch_dims", 0):
+    if not shape or shape[-1] != 1 or node.attributes.get_int("batch_dims", 0) != 0:
         return None
     known = constant(node.inputs[1])
     indices = op.Squeeze(node.inputs[1], [-1]) if known is None else op.const(known[..., 0])
     gather = op.Gather(input_of(node), indices, axis=0)
     sliced = _as_slices(op, gather.producer())
-    return gather if sliced is None else sliced  # type: ignore[no-any-return]
+    return gather if sliced is None else sliced
 
 
 def _as_slices(op: Builder, node: ir.Node) -> ir.Value | None:

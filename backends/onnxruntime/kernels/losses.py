@@ -193,8 +193,8 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
     if planes is not None:
         parts = max(1, min(k.pool.threads, positions // grain, _tiles(planes)))
         room: Array = np.zeros((parts, 2, _TILE), dtype=np.float32)
-        arguments = (dtotal.reshape(1), planes, *labels, mean_weight, target, room)
-        sweep = k.pool.bind(_softmax_cross_entropy_grad_planes, arguments, parts)
+        planar = (dtotal.reshape(1), planes, *labels, mean_weight, target, room)
+        sweep = k.pool.bind(_softmax_cross_entropy_grad_planes, planar, parts)
     else:
         arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
         sweep = k.pool.bind(_softmax_cross_entropy_grad, arguments, positions, grain)

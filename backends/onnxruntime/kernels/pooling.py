@@ -185,7 +185,7 @@ def _average_is_native(node: ir.Node) -> bool:
 
 @kernel("onnxruntime", "graphc::AveragePoolGrad", when=_average_is_native)
 def average_pool_grad(k: Binding) -> Run:
-    """Each dy is divided equally over its window."""
+    """Each dy is divided equally over its window: along a line of memory first, which is then added to the window's rows."""
     (dy,), (dx,) = given(k.inputs, 1), given(k.outputs, 1)
     window = Window.of(k.attributes, dx.shape[2:])
     include_pad = bool(k.attributes["count_include_pad"])
@@ -193,10 +193,9 @@ def average_pool_grad(k: Binding) -> Run:
     if len(shares) == 1:
         shares.insert(0, np.ones(1, dtype=np.float32))
     geometry = _geometry(window, dx.shape[2:], dy.shape[2:])
-    arguments = (_planes(dy), *geometry, window.strides[-1], *shares, _planes(dx))
-    pool, planes = k.pool, dx.shape[0] * dx.shape[1]
-    grain = max(1, 16384 // max(1, int(np.prod(dx.shape[2:]))))
-    return pool.bind(_average_pool_grad, arguments, planes, grain)
+    parts = max(1, min(k.pool.threads, dx.shape[0] * dx.shape[1], dx.size // 16384))
+    lines: Array = np.zeros((parts, dx.shape[-1]), dtype=np.float32)
+    return k.pool.bind(_average_pool_grad, (_planes(dy), *geometry, window.strides[-1], *shares, _planes(dx), lines), parts)
 
 
 def _shares(window: Window, axis: int, size: int, out: int, include_pad: bool) -> Array:
@@ -205,17 +204,22 @@ def _shares(window: Window, axis: int, size: int, out: int, include_pad: bool) -
 
 
 @jit
-def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, start, stop):
-    for plane in range(start, stop):
-        dx[plane] = 0.0
-        for r in range(rows.shape[1]):
-            for i in range(rows.shape[0]):
-                row = rows[i, r]
-                if row < 0:
-                    continue
+def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, lines, start, stop):
+    planes, parts = dx.shape[0], lines.shape[0]
+    for part in range(start, stop):
+        line = lines[part]
+        for plane in range(planes * part // parts, planes * (part + 1) // parts):
+            dx[plane] = 0.0
+            for r in range(rows.shape[1]):
+                line[:] = 0.0
                 for j in range(columns.shape[0]):
                     shift, first, last = columns[j]
-                    target = dx[plane, row, shift + first * stride :]
+                    target = line[shift + first * stride :]
                     slopes, shares = dy[plane, r, first:last], column_share[first:last]
                     for q in range(slopes.size):
                         target[q * stride] += slopes[q] * (row_share[r] * shares[q])
+                for i in range(rows.shape[0]):
+                    if rows[i, r] >= 0:
+                        target = dx[plane, rows[i, r]]
+                        for w in range(line.size):
+                            target[w] += line[w]

@@ -139,6 +139,11 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 4), f(2, 3, 9), f(2, 3, 4), kernel_shape=[3], strides=[2]),
         c(f(2, 3, 2, 3, 4), f(2, 3, 5, 6, 9), f(2, 3, 2, 3, 4), kernel_shape=[3, 2, 3], strides=[2, 2, 2]),
     ],
+    "CumSum": [
+        c(f(*shape), i(axis), constants=(1,), exclusive=e, reverse=r)
+        for shape, axis in (((3, 7), 1), ((7, 3), 0), ((2, 5, 130), -2))
+        for e, r in itertools.product((0, 1), (0, 1))
+    ],
     "graphc::AveragePoolGrad": [c(f(2, 3, 5, 7), i(2, 3, 9, 7), constants=(1,), **WINDOW)],
     "graphc::DropoutMask": [
         c(i(3, 7), one(5, np.int64), STEP, one(offset, np.int64), constants=(0,), ratio=0.3, tag="t") for offset in (0, 5, -3)

@@ -421,6 +421,17 @@ def test_softmax_cross_entropy(
     compare("graphc::SoftmaxCrossEntropyGrad", [dtotal, log_prob, label.astype(np.int32), weight], attributes, pool)
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((40, 500), 1), ((3, 50, 130), 1), ((60, 3), 0), ((9,), -1)])
+@pytest.mark.parametrize("exclusive", [0, 1])
+@pytest.mark.parametrize("reverse", [0, 1])
+def test_running_sums(shape: tuple[int, ...], axis: int, exclusive: int, reverse: int, pool: ThreadPool) -> None:
+    x = normal(*shape)
+    (found,) = native("CumSum", [x, np.array(axis)], {"exclusive": exclusive, "reverse": reverse}, pool, [x], constants=(1,))
+    wide = np.flip(x, axis) if reverse else x
+    expected = np.cumsum(wide, axis, dtype=np.float64) - exclusive * wide
+    np.testing.assert_allclose(found, np.flip(expected, axis) if reverse else expected, rtol=1e-6, atol=1e-6)
+
+
 def test_a_loss_near_zero_is_not_rounded_as_its_scores_are(pool: ThreadPool) -> None:
     """Scores around 1000, which float32 rounds in steps of 6e-5; the loss is rounded as numbers around 1 are."""
     logits = normal(64, 10) + np.float32(1000)
