@@ -99,3 +99,21 @@ def test_other_convolutions_stay_in_onednn(shape: tuple[int, ...], change: dict[
     assert not any(
         winograd.is_faster(kind, window, (samples, channels, *size), (samples, outs, *size)) for kind in ("forward", "input")
     )
+
+
+@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+def test_a_gradient_without_a_summand_is_zero_and_no_rounding(pool: ThreadPool) -> None:
+    """x is 0 wherever one tap meets a slope that is not: Adam would make a whole step of 1e-9."""
+    generator = np.random.default_rng(0)
+    x, dy = (generator.standard_normal((3, 128, 4, 4)).astype(np.float32) for _ in "xy")
+    x[:, :64, :3], dy[:, :64, 1:] = 0, 0  # rows that meet only below the window
+    (dw,) = native(
+        "graphc::ConvGradWeight",
+        [x, dy, np.array([128, 128, 3, 3])],
+        {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]},
+        pool,
+        [np.zeros((128, 128, 3, 3), np.float32)],
+        (2,),
+    )
+    assert (dw[:64, :64] == 0).all()
+    assert (dw[64:, 64:] != 0).all()
