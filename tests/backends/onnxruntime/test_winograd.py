@@ -103,10 +103,10 @@ def test_other_convolutions_stay_in_onednn(shape: tuple[int, ...], change: dict[
 
 @pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 def test_a_gradient_without_a_summand_is_zero_and_no_rounding(pool: ThreadPool) -> None:
-    """x is 0 wherever one tap meets a slope that is not: Adam would make a whole step of 1e-9."""
+    """Where x is 0 under a tap, rounding would leave 1e-9, of which Adam makes a whole step."""
     generator = np.random.default_rng(0)
     x, dy = (generator.standard_normal((3, 128, 4, 4)).astype(np.float32) for _ in "xy")
-    x[:, :64, [0, 2, 3]], dy[:, :64, 1:] = 0, 0  # the last row of a window alone meets a slope
+    x[:, :64, :3] = 0  # the first row of a window never meets the last of x
     (dw,) = native(
         "graphc::ConvGradWeight",
         [x, dy, np.array([128, 128, 3, 3])],
@@ -115,5 +115,5 @@ def test_a_gradient_without_a_summand_is_zero_and_no_rounding(pool: ThreadPool) 
         [np.zeros((128, 128, 3, 3), np.float32)],
         (2,),
     )
-    assert (dw[:64, :64, :2] == 0).all()
-    assert (dw[:64, :64, 2] != 0).all()
+    assert (dw[:, :64, 0] == 0).all()
+    assert (dw[:, :64, 1:] != 0).all()
