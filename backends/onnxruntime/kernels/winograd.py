@@ -43,8 +43,8 @@ slope_tile, gradient_tile = (two_sided_function(tuple(zip(*matrix, strict=True))
 TILES = 64
 """Tiles of a block, about."""
 SUMMED = 32
-"""Tiles below which gradients of weights are left to oneDNN. Where few positions are summed, a ReLU before the convolution makes
-some of these exactly 0; the algorithm would round them to 1e-9, and Adam turns any gradient into a whole step."""
+"""Tiles below which gradients of weights are left to oneDNN. Where few positions are summed, a ReLU before the convolution
+makes some of these exactly 0; the algorithm would round them to 1e-9, and Adam turns any gradient into a whole step."""
 GAP = 16
 """Floats between the 16 matrices of a block, which would otherwise share the same few sets of the cache."""
 
