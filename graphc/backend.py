@@ -35,9 +35,14 @@ from graphc.registry import Registry
 
 
 class Pool(Protocol):
-    """Threads for native kernels."""
+    """Threads for native kernels.
+
+    Attributes:
+        bf16_products: whether matrix products and convolutions may round their operands to bfloat16.
+    """
 
     threads: int
+    bf16_products: bool
 
     def bind(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> Run:
         """Bind ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)``; the result runs it and waits.

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Backend, Binding, SegmentPart, native_kernel
 from graphc.device import Array, Arrays, HostMemory, Memory, Run
-from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError
+from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError, UsageError
 from graphc.gradient import key_of
 from graphc.ir.declare import declaration_of
 from graphc.ir.facts import static_dims
@@ -37,6 +37,7 @@ try:
     from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
+    from graphc.backends.onnxruntime.kernels.onednn import library
     from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
     from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
@@ -86,14 +87,23 @@ class OnnxRuntimeBackend(Backend):
         spin: whether onnxruntime's threads busy-wait inside a run; False when workers share cores.
         fuse: compile arithmetic, norms and reductions between products to kernels (:mod:`graphc.backends.host`).
         fuse_small: compile them where they are too little to pay for the compilation too.
+        bf16_products: let oneDNN round the operands of large products and convolutions to bfloat16 on processors that multiply
+            it faster (AMX, AVX512-BF16); sums, and everything else, stay float32. On others nothing changes.
+
+    Raises:
+        UsageError: ``bf16_products`` without oneDNN.
     """
 
     name = "onnxruntime"
 
-    def __init__(self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False) -> None:
+    def __init__(
+        self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False, bf16_products: bool = False
+    ) -> None:
         check_runs_here()
+        if bf16_products and library() is None:
+            raise UsageError("bf16_products needs oneDNN, which comes with 'pip install graphc[cpu]' on Linux")
         self.memory: Memory = HostMemory()
-        self.pool = ThreadPool(threads)
+        self.pool = ThreadPool(threads, bf16_products=bf16_products)
         self._options = session_options(threads, spin)
         self._alone = session_options(1, spin=False)
         self._fuse = fuse

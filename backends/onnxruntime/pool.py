@@ -72,10 +72,10 @@ class ThreadPool:
     Not reentrant: one caller at a time. Every worker (rank) that runs as a thread owns a pool.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, bf16_products: bool = False) -> None:
         if threads < 1:
             raise ValueError(f"a pool needs at least one thread, not {threads}")
-        self.threads = threads
+        self.threads, self.bf16_products = threads, bf16_products
         self._workers: list[_Worker] = []
         self._closer = weakref.finalize(self, _stop, self._workers)
 

@@ -96,7 +96,7 @@ def conv_grad_weight(k: Binding) -> Run:
 
 def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:
     """The window of a convolution that Winograd's algorithm computes in less time; else None."""
-    if int(k.attributes.get("group", 1)) != 1:
+    if int(k.attributes.get("group", 1)) != 1 or k.pool.bf16_products:
         return None
     window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
     return window if winograd.is_faster(kind, window, x.shape, y.shape) else None
@@ -119,8 +119,7 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
         dilations=window.dilations,
         pads=window.pads,
         blocked=group > 1 or _blocked_is_faster(kind, window, x.shape, w.shape, y.shape),
-        threads=k.pool.threads,
-        scratch=scratchpad_of(k.pool),
+        pool=k.pool,
     ).runner()
 
 

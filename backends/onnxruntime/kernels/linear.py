@@ -14,7 +14,6 @@ from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
 from graphc.backends.onnxruntime.kernels.panels import product_in_panels
-from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import LANES
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
@@ -70,16 +69,16 @@ def matmul(k: Binding) -> Run:
         lib = library()
         assert lib is not None
         of_a, of_b, of_c = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, c))
-        return MatmulPrimitive(lib, of_a, of_b, of_c, None, threads=k.pool.threads, scratch=scratchpad_of(k.pool)).runner()
+        return MatmulPrimitive(lib, of_a, of_b, of_c, None, pool=k.pool).runner()
     return product_of(k.pool, a.reshape(-1, b.shape[0]), b, c.reshape(-1, b.shape[1]))
 
 
 def product_of(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None = None) -> Run:
     """c = a·b + bias for matrices, a and b possibly views of others with rows apart or transposed: by oneDNN or in panels."""
     lib = library()
-    if lib is None or _is_better_in_panels(a, b):
+    if lib is None or (_is_better_in_panels(a, b) and not pool.bf16_products):
         return product_in_panels(pool, a, b, c, bias)
-    return MatmulPrimitive(lib, a, b, c, bias, threads=pool.threads, scratch=scratchpad_of(pool)).runner()
+    return MatmulPrimitive(lib, a, b, c, bias, pool=pool).runner()
 
 
 NARROW, SHALLOW = 64, 128

@@ -23,7 +23,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from graphc.backends.onnxruntime.kernels.scratch import Scratchpad
+from graphc.backend import Pool
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 
 Handle: TypeAlias = "ctypes.c_void_p"
 
@@ -36,6 +37,7 @@ _DIFF_SRC_LAYOUT, _DIFF_WEIGHTS_LAYOUT, _DIFF_DST_LAYOUT = 130, 132, 134
 _SRC, _DST, _WEIGHTS, _BIAS = 1, 17, 33, 41
 _DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS = 129, 145, 161
 _SCRATCHPAD, _SCRATCHPAD_LAYOUT, _OF_THE_CALLER = 80, 136, 1
+_STRICT, _BFLOAT16 = 0, 1
 
 _DESTROYERS = (
     (r"dnnl_memory_desc_create\w*", "dnnl_memory_desc_destroy"),
@@ -86,8 +88,10 @@ class OneDNN:
         self.region = self._region_functions()
         # By default primitives work in memory of the thread that made them: running or destroying one on another thread is a
         # use after free there. So the caller gives the memory.
-        self.attributes = self.create("dnnl_primitive_attr_create")
-        self._lib.dnnl_primitive_attr_set_scratchpad_mode(self.attributes, _OF_THE_CALLER)
+        self.attributes = {low: self.create("dnnl_primitive_attr_create") for low in (False, True)}
+        for low, attributes in self.attributes.items():
+            self._lib.dnnl_primitive_attr_set_scratchpad_mode(attributes, _OF_THE_CALLER)
+            self._lib.dnnl_primitive_attr_set_fpmath_mode(attributes, _BFLOAT16 if low else _STRICT)
 
     def _region_functions(self) -> tuple[int, int, int] | None:
         """Addresses of OpenMP's functions: run a region, number of the calling thread in it, number of its threads."""
@@ -162,10 +166,15 @@ def _resting_threads() -> Iterator[None]:
 
 
 class Primitive:
-    """An operation over fixed float32 arrays, with copies to and from the layouts that oneDNN chose."""
+    """An operation over fixed float32 arrays, with copies to and from the layouts that oneDNN chose.
 
-    def __init__(self, lib: OneDNN, arrays: Sequence[np.ndarray[Any, Any] | None], threads: int, scratch: Scratchpad) -> None:
-        self._lib, self._threads, self._scratch = lib, threads, scratch
+    Args:
+        pool: whose threads run it, whose scratchpad it works in, and which says whether products may be of bfloat16.
+    """
+
+    def __init__(self, lib: OneDNN, arrays: Sequence[np.ndarray[Any, Any] | None], pool: Pool) -> None:
+        self._lib, self._threads, self._scratch = lib, pool.threads, scratchpad_of(pool)
+        self._attributes = lib.attributes[pool.bf16_products]
         self._alive: list[Any] = list(arrays)
         self._objects: list[tuple[str, Handle]] = []
         weakref.finalize(self, lib.destroy, self._objects)
@@ -204,7 +213,9 @@ class Primitive:
 
     def _copy(self, source: Handle, source_memory: Handle, target: Handle, target_memory: Handle) -> None:
         lib = self._lib
-        description = self._create("dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, lib.attributes)
+        description = self._create(
+            "dnnl_reorder_primitive_desc_create", source, lib.engine, target, lib.engine, self._attributes
+        )
         self._call(description, [(_SRC, source_memory), (_DST, target_memory)])
 
     def _call(self, description: Handle, arguments: Sequence[tuple[int, Handle]]) -> None:
@@ -269,35 +280,34 @@ class ConvolutionPrimitive(Primitive):
         dilations: Sequence[int],
         pads: Sequence[int],
         blocked: bool,
-        threads: int,
-        scratch: Scratchpad,
+        pool: Pool,
     ) -> None:
-        super().__init__(lib, [x, w, y, bias], threads, scratch)
+        super().__init__(lib, [x, w, y, bias], pool)
         taps = (group, w.shape[0] // group, *w.shape[1:]) if group > 1 else w.shape
         n = len(pads) // 2
         geometry = [_Dims(*strides), _Dims(*(d - 1 for d in dilations)), _Dims(*pads[:n]), _Dims(*pads[n:])]
         before = lib.threads_in_use()
-        lib.use_threads(threads)
+        lib.use_threads(pool.threads)
         layout = self._free_choice if blocked else self._plain
         shapes = x.shape, taps, y.shape
         src, weights, dst = layout(x.shape), self._free_choice(taps) if blocked else self._plain(taps), layout(y.shape)
         bias_layout = self._plain(bias.shape) if bias is not None else None
         forward = self._create(
             "dnnl_convolution_forward_primitive_desc_create",
-            *(lib.engine, _FORWARD_TRAINING, _DIRECT, src, weights, bias_layout, dst, *geometry, lib.attributes),
+            *(lib.engine, _FORWARD_TRAINING, _DIRECT, src, weights, bias_layout, dst, *geometry, self._attributes),
         )
         if kind == "forward":
             chosen, roles = forward, ((_SRC, _SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DST, _DST_LAYOUT))
         elif kind == "input":
             chosen = self._create(
                 "dnnl_convolution_backward_data_primitive_desc_create",
-                *(lib.engine, _DIRECT, src, weights, dst, *geometry, forward, lib.attributes),
+                *(lib.engine, _DIRECT, src, weights, dst, *geometry, forward, self._attributes),
             )
             roles = (_DIFF_SRC, _DIFF_SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
         else:
             chosen = self._create(
                 "dnnl_convolution_backward_weights_primitive_desc_create",
-                *(lib.engine, _DIRECT, src, weights, None, dst, *geometry, forward, lib.attributes),
+                *(lib.engine, _DIRECT, src, weights, None, dst, *geometry, forward, self._attributes),
             )
             roles = (_SRC, _SRC_LAYOUT), (_DIFF_WEIGHTS, _DIFF_WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
         written = {"forward": 2, "input": 0, "weight": 1}[kind]
@@ -319,7 +329,7 @@ class ConvolutionPrimitive(Primitive):
         self._call(chosen, arguments)
         for source, source_memory, target, target_memory in after:
             self._copy(source, source_memory, target, target_memory)
-        scratch.reserve(self._used)
+        self._scratch.reserve(self._used)
         lib.use_threads(before)
 
 
@@ -343,21 +353,20 @@ class MatmulPrimitive(Primitive):
         c: np.ndarray[Any, Any],
         bias: np.ndarray[Any, Any] | None,
         *,
-        threads: int,
-        scratch: Scratchpad,
+        pool: Pool,
     ) -> None:
-        super().__init__(lib, [a, b, c, bias], threads, scratch)
+        super().__init__(lib, [a, b, c, bias], pool)
         before = lib.threads_in_use()
-        lib.use_threads(threads)
+        lib.use_threads(pool.threads)
         operands = [(_SRC, a), (_WEIGHTS, b), (_DST, c)]
         layouts = [self._strided(m.shape, [step // m.itemsize for step in m.strides]) for _, m in operands]
         row = self._plain((1, c.shape[1])) if bias is not None else None
         description = self._create(
-            "dnnl_matmul_primitive_desc_create", lib.engine, layouts[0], layouts[1], row, layouts[2], lib.attributes
+            "dnnl_matmul_primitive_desc_create", lib.engine, layouts[0], layouts[1], row, layouts[2], self._attributes
         )
         arguments = [(role, self._memory(held, m.ctypes.data)) for (role, m), held in zip(operands, layouts, strict=True)]
         if bias is not None and row is not None:
             arguments.append((_BIAS, self._memory(row, bias.ctypes.data)))
         self._call(description, arguments)
-        scratch.reserve(self._used)
+        self._scratch.reserve(self._used)
         lib.use_threads(before)

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 
+from graphc.backend import make_backend
 from graphc.backends.onnxruntime import pool as pools
 from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
-from graphc.backends.onnxruntime.kernels.scratch import Scratchpad
-from graphc.errors import InternalError
+from graphc.errors import InternalError, UsageError
 
 
 @pytest.fixture(params=["team", "own threads"])
@@ -88,9 +88,8 @@ def test_kernels_run_in_the_threads_of_onednn() -> None:
     lib = library()
     assert lib is not None
     a = np.ones((64, 64), dtype=np.float32)
-    c, scratch = np.zeros((64, 64), dtype=np.float32), Scratchpad()
-    product = MatmulPrimitive(lib, a, a, c, None, threads=2, scratch=scratch).runner()
-    own, values = pools.ThreadPool(2), np.zeros(1000)
+    c, own, values = np.zeros((64, 64), dtype=np.float32), pools.ThreadPool(2), np.zeros(1000)
+    product = MatmulPrimitive(lib, a, a, c, None, pool=own).runner()
     product()
     before = set(os.listdir("/proc/self/task"))
     run = own.bind(_touch, (values,), values.size)
@@ -100,3 +99,28 @@ def test_kernels_run_in_the_threads_of_onednn() -> None:
     assert set(os.listdir("/proc/self/task")) <= before  # an earlier, larger team may still be ending
     assert (values == 5).all()
     assert (c == 64).all()
+
+
+@pytest.mark.skipif(library() is None, reason="needs oneDNN")
+def test_products_of_bfloat16_follow_those_of_float32() -> None:
+    """Within bfloat16's resolution of each operand, 2⁻⁸; a processor without such arithmetic computes float32."""
+    lib, rng = library(), np.random.default_rng(0)
+    assert lib is not None
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((128, 256), (256, 96)))
+    found = np.zeros((128, 96), dtype=np.float32)
+    MatmulPrimitive(lib, a, b, found, None, pool=pools.ThreadPool(2, bf16_products=True)).runner()()
+    bound = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)) * 2**-7
+    assert (np.abs(found - a.astype(np.float64) @ b) <= bound).all()
+
+
+def test_products_of_bfloat16_are_an_option_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphc.backends import onnxruntime
+
+    if library() is not None:
+        backend = make_backend("onnxruntime:bf16_products=true", threads=1)
+        assert isinstance(backend, onnxruntime.OnnxRuntimeBackend)
+        assert backend.pool.bf16_products
+        backend.close()
+    monkeypatch.setattr(onnxruntime, "library", lambda: None)
+    with pytest.raises(UsageError, match="needs oneDNN"):
+        make_backend("onnxruntime:bf16_products=true", threads=1)
