@@ -271,11 +271,11 @@ def failed(error: Exception) -> ExecutionError:
 def _is_worth_threads(model: onnx.ModelProto) -> bool:
     """Whether a node of a segment takes long enough for several threads, or may, since its shapes depend on data.
 
-    Never with a ScatterND that reduces: its threads in onnxruntime do not wait for each other, so that updates of an
-    element get lost where its index occurs twice (seen in 1.31). Its ScatterElements is right.
+    Never with a ScatterND: its threads in onnxruntime do not wait for each other, so that where an index occurs twice,
+    updates get lost, and which of two values stays differs from run to run (seen in 1.31). Its ScatterElements is right.
     """
     graph = ir.from_proto(model).graph
-    if any(n.op_type == "ScatterND" and n.attributes.get_string("reduction", "none") != "none" for n in graph.all_nodes()):
+    if any(n.op_type == "ScatterND" for n in graph.all_nodes()):
         return False
     propagate(graph)
     return any(

@@ -1,4 +1,4 @@
-"""Sums over repeated indices lose nothing on several threads."""
+"""Where an index occurs twice, nothing is lost and nothing left to chance on several threads."""
 
 from __future__ import annotations
 
@@ -31,6 +31,23 @@ def test_scatter_nd_adds_every_update(nested: bool) -> None:
     for _ in range(3):
         found = backend.run_whole(model, {"x": x, "i": i, "u": u})["y"]
         np.testing.assert_allclose(found, expected, atol=1e-3)
+    backend.close()
+
+
+def test_of_two_values_for_one_place_the_last_one_stays() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]> g (float[5000,64] x, int64[20000,1] i, float[20000,64] u) => (float[5000,64] y)
+        { y = ScatterND (x, i, u) }"""
+    )
+    generator = np.random.default_rng(0)
+    x, u = (generator.standard_normal((n, 64)).astype(np.float32) for n in (5000, 20000))
+    i = generator.integers(0, 5000, (20000, 1))
+    expected = x.copy()
+    for place, value in zip(i[:, 0], u, strict=True):
+        expected[place] = value
+    backend = BACKENDS["onnxruntime"](threads=4, spin=False)
+    for _ in range(3):
+        np.testing.assert_array_equal(backend.run_whole(model, {"x": x, "i": i, "u": u})["y"], expected)
     backend.close()
 
 
