@@ -36,11 +36,11 @@ def test_scatter_nd_adds_every_update(nested: bool) -> None:
 
 def test_of_two_values_for_one_place_the_last_one_stays() -> None:
     model = onnx.parser.parse_model(
-        """<ir_version: 10, opset_import: ["": 21]> g (float[5000,64] x, int64[20000,1] i, float[20000,64] u) => (float[5000,64] y)
-        { y = ScatterND (x, i, u) }"""
+        """<ir_version: 10, opset_import: ["": 21]> g (float[5000,256] x, int64[20000,1] i, float[20000,256] u)
+        => (float[5000,256] y) { y = ScatterND (x, i, u) }"""
     )
     generator = np.random.default_rng(0)
-    x, u = (generator.standard_normal((n, 64)).astype(np.float32) for n in (5000, 20000))
+    x, u = (generator.standard_normal((n, 256)).astype(np.float32) for n in (5000, 20000))
     i = generator.integers(0, 5000, (20000, 1))
     expected = x.copy()
     for place, value in zip(i[:, 0], u, strict=True):
