@@ -108,24 +108,35 @@ def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     x = input_of(node)
     starts, ends, axes, steps = (*node.inputs, None, None)[1:5]
     first, named, strides = constant(starts), constant(axes), constant(steps)
-    plain = first is not None and (axes is None or named is not None) and (steps is None or strides is not None)
-    if not plain or first is None:
+
+    def scattered() -> Any:
         return scatter_back(op, x, dy, lambda positions: op.Slice(positions, starts, ends, axes, steps))
+
+    if first is None or (axes is not None and named is None) or (steps is not None and strides is None):
+        return scattered()
     where = [int(a) % rank(x) for a in (named if named is not None else range(first.size))]
     begins = [int(s) for s in first.reshape(-1)]
-    for k, step in enumerate([1] * len(where) if strides is None else map(int, strides.reshape(-1))):
+    by = [1] * len(where) if strides is None else [int(s) for s in strides.reshape(-1)]
+    lengths = [(_length(x, axis), _length(dy, axis)) for axis in where]
+    if any(step != 1 and not all(isinstance(d, int) for d in pair) for step, pair in zip(by, lengths, strict=True)):
+        return scattered()
+    for k, (axis, step) in enumerate(zip(where, by, strict=True)):
         if step == 1:
             continue
-        full, taken = ((dims(v) or {where[k]: None})[where[k]] for v in (x, dy))
-        if not (isinstance(full, int) and isinstance(taken, int)):
-            return scatter_back(op, x, dy, lambda positions: op.Slice(positions, starts, ends, axes, steps))
+        full, taken = lengths[k]
         begins[k] = min(max(begins[k] + full if begins[k] < 0 else begins[k], 0), full - (step < 0))
         if step < 0:
-            dy = op.Slice(dy, [_END], [-_END], [where[k]], [-1])
+            dy = op.Slice(dy, [_END], [-_END], [axis], [-1])
             begins[k] += (taken - 1) * step
         if abs(step) > 1:
-            dy = _with_gaps(op, dy, where[k], taken, abs(step))
+            dy = _with_gaps(op, dy, axis, taken, abs(step))
     return _surround(op, x, dy, where, begins)
+
+
+def _length(value: ir.Value, axis: int) -> Any:
+    """The length of an axis: a number, the name of a symbol, or None where it has none."""
+    known = dims(value)
+    return None if known is None else known[axis]
 
 
 def _with_gaps(op: Builder, dy: ir.Value, axis: int, count: int, step: int) -> Any:
@@ -140,8 +151,7 @@ def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], start
     befores: list[Any] = []
     afters: list[Any] = []
     for axis, start in zip(axes, starts, strict=True):
-        whole, part = (dims(v) or {axis: None} for v in (x, dy))
-        full, taken = whole[axis], part[axis]
+        full, taken = _length(x, axis), _length(dy, axis)
         if isinstance(full, int) and isinstance(taken, int):
             before = min(max(start + full if start < 0 else start, 0), full)
             befores.append(op.const([before]))
