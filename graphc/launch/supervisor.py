@@ -170,6 +170,9 @@ class Supervisor:
                 self._failed_at = time.monotonic()
                 stopped = [(r, n) for r, n in enumerate(self.board.statuses()) if n.pid and is_stopped(n.pid)]
                 self._cause = "".join(f"; {status.label(rank)} is stopped (SIGSTOP)" for rank, status in stopped)
+                begun = rank_processes(self.directory).keys() | {r for r, n in enumerate(self.board.statuses()) if n.pid}
+                if is_stopped(self.process.pid) and len(begun) < self.board.size:  # nobody is to blame for not being started
+                    self._verdict = f"{self._starter} has been stopped (SIGSTOP) before it had started every worker"
             else:
                 self._look_for_idle()
             return
