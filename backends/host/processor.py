@@ -77,5 +77,11 @@ def check_runs_here() -> None:
         )
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 faster than float32 (AMX, AVX512-BF16, Arm's BF16)."""
+    features = llvm.get_host_cpu_features()
+    return any(features.get(name) for name in ("amx-bf16", "avx512bf16", "bf16"))
+
+
 def _lanes(wide: bool) -> int:
     return 16 if wide else 8

@@ -33,7 +33,7 @@ try:
 
     from graphc.backends.host import segment as host
     from graphc.backends.host.language import LanguageError
-    from graphc.backends.host.processor import check_runs_here
+    from graphc.backends.host.processor import check_runs_here, multiplies_bfloat16
     from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
@@ -88,7 +88,7 @@ class OnnxRuntimeBackend(Backend):
         fuse: compile arithmetic, norms and reductions between products to kernels (:mod:`graphc.backends.host`).
         fuse_small: compile them where they are too little to pay for the compilation too.
         bf16_products: let oneDNN round the operands of large products and convolutions to bfloat16 on processors that multiply
-            it faster (AMX, AVX512-BF16); sums, and everything else, stay float32. On others nothing changes.
+            it faster (AMX, AVX512-BF16, Arm's BF16); sums, and everything else, stay float32. On others nothing changes.
 
     Raises:
         UsageError: ``bf16_products`` without oneDNN.
@@ -103,7 +103,7 @@ class OnnxRuntimeBackend(Backend):
         if bf16_products and library() is None:
             raise UsageError("bf16_products needs oneDNN, which comes with 'pip install graphc[cpu]' on Linux")
         self.memory: Memory = HostMemory()
-        self.pool = ThreadPool(threads, bf16_products=bf16_products)
+        self.pool = ThreadPool(threads, bf16_products=bf16_products and multiplies_bfloat16())
         self._options = session_options(threads, spin)
         self._alone = session_options(1, spin=False)
         self._fuse = fuse

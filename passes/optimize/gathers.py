@@ -36,13 +36,16 @@ _END = np.iinfo(np.int64).max
 def gathers(model: ir.Model, ctx: Context) -> bool:
     """Replace every Gather that a few slices can do."""
     graph = model.graph
+    gathered = [node for node in graph if node.domain == "" and node.op_type in ("Gather", "GatherND")]
+    if not gathered:
+        return False
     op, count = Builder(graph), 0
-    for node in [node for node in graph if node.domain == "" and node.op_type in ("Gather", "GatherND")]:
+    for node in gathered:
         op.before, op.scope = node, node.name or node.op_type
         found = _as_slices(op, node) if node.op_type == "Gather" else _as_gather(op, node)
         count += found is not None and replace(graph, op, node.outputs[0], found)
+    dead_code_elimination(graph)  # also of what replace() refused
     if count:
-        dead_code_elimination(graph)
         ctx.note(f"gathers: {count} are slices or simpler gathers")
     return count > 0
 

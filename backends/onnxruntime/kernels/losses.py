@@ -24,10 +24,9 @@ _NEIGHBOURS = 8
 
 
 def _planes(array: Array, axis: int) -> Array | None:
-    """View scores as (before, classes, positions behind); None: too few positions are neighbours."""
-    axis %= array.ndim
-    behind = int(np.prod(array.shape[axis + 1 :], dtype=np.int64))
-    return array.reshape(-1, array.shape[axis], behind) if behind >= _NEIGHBOURS else None
+    """View scores as (before, classes, positions behind); None: no classes, or too few positions are neighbours."""
+    before, classes, behind = _around(array, axis)
+    return array.reshape(before, classes, behind) if classes and behind >= _NEIGHBOURS else None
 
 
 def _tiles(planes: Array) -> int:
@@ -36,11 +35,14 @@ def _tiles(planes: Array) -> int:
 
 def _by_position(array: Array, axis: int) -> Array:
     """View scores as (before, behind, classes); contiguous, and compiled to vector code, when classes come last."""
+    before, classes, behind = _around(array, axis)
+    return array.reshape(before, 1, classes) if behind == 1 else array.reshape(before, classes, behind).transpose(0, 2, 1)
+
+
+def _around(array: Array, axis: int) -> tuple[int, int, int]:
+    """The number of places before the class axis, of classes, and of places behind."""
     axis %= array.ndim
-    behind = int(np.prod(array.shape[axis + 1 :], dtype=np.int64))
-    if behind == 1:
-        return array.reshape(-1, 1, array.shape[axis])
-    return array.reshape(-1, array.shape[axis], behind).transpose(0, 2, 1)
+    return math.prod(array.shape[:axis]), array.shape[axis], math.prod(array.shape[axis + 1 :])
 
 
 def _label_arguments(
@@ -79,7 +81,7 @@ def softmax_cross_entropy(k: Binding) -> Run:
     grain = max(1, 8192 // max(1, classes))
     parts = max(1, min(k.pool.threads, positions // grain))
     if planes is not None:
-        parts = min(parts, _tiles(planes))
+        parts = max(1, min(parts, _tiles(planes)))
     sums = np.zeros((parts, 2), dtype=np.float64)
     if planes is not None:
         room: Array = np.zeros((parts, 3, _TILE), dtype=np.float32)

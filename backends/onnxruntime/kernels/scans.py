@@ -50,20 +50,17 @@ def _cumulative_sum(x, y, exclusive, reverse, room, start, stop):
                 source, target, run = x[n, :, 0], y[n, :, 0], 0.0
                 for i in range(count):
                     at = count - 1 - i if reverse else i
-                    value = np.float64(source[at])  # y may lie in the memory of x
-                    target[at] = np.float32(run if exclusive else run + value)
-                    run += value
+                    above = run + np.float64(source[at])
+                    target[at] = np.float32(run if exclusive else above)
+                    run = above
                 continue
             total[:] = 0.0
             for i in range(count):
                 at = count - 1 - i if reverse else i
                 source, target = x[n, at, first : first + width], y[n, at, first : first + width]
-                if exclusive:
-                    for c in range(width):
-                        value = np.float64(source[c])
+                for c in range(width):
+                    if exclusive:
                         target[c] = np.float32(total[c])
-                        total[c] += value
-                else:
-                    for c in range(width):
-                        total[c] += np.float64(source[c])
+                    total[c] += np.float64(source[c])
+                    if not exclusive:
                         target[c] = np.float32(total[c])
