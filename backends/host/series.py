@@ -1,7 +1,8 @@
 """Elementary functions of float32 as sums of few terms, in LLVM instructions that work on vectors too.
 
-eˣ, log, circular and hyperbolic functions and their inverses as in Cephes (S. Moshier); erf after N. Juffa, log1p after W. Kahan;
-Φ after Abramowitz and Stegun. Errors are below 1e-6 of the value; sines and cosines beyond 2⁴⁵ have absolute ones below 4e-10.
+eˣ, log, circular and hyperbolic functions and their inverses as in Cephes (S. Moshier), erf as by N. Juffa, log1p as by
+W. Kahan, Φ as in Abramowitz and Stegun. Errors are below 1e-6 of the value; of sines and cosines beyond 2⁴⁵ they are absolute,
+below 4e-10.
 """
 
 from __future__ import annotations
