@@ -34,6 +34,8 @@ def main() -> None:
     arguments = parser.parse_args()
     side = graphc_side if arguments.side == "graphc" else torch_side
     print(json.dumps(side(arguments)), flush=True)
+    if arguments.side == "torch" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        _leave_torch()
 
 
 def graphc_side(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -104,12 +106,15 @@ def torch_side(arguments: argparse.Namespace) -> dict[str, Any]:
         return float(loss.item())
 
     first = step()
-    found = {"ms": _measure(step, arguments.seconds), "loss": first, "rank": rank}
-    if size > 1:
-        # Gloo's threads may abort a process that exits while its peer still closes their connection.
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    return found
+    return {"ms": _measure(step, arguments.seconds), "loss": first, "rank": rank}
+
+
+def _leave_torch() -> None:
+    """Leave the process group; gloo's threads may abort a process that exits while its peer still closes their connection."""
+    import torch
+
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def _share(model: str, rank: int, size: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -213,7 +213,10 @@ def _launch_graphc(command: list[str]) -> dict[str, Any]:
 
 
 def _launch_torch(command: list[str]) -> dict[str, Any]:
-    """Run two processes with PyTorch's environment variables; return rank 0's result."""
+    """Run two processes with PyTorch's environment variables; return rank 0's result.
+
+    It counts however they end: it is printed before they leave the process group, where gloo sometimes aborts one of them.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -230,7 +233,7 @@ def _launch_torch(command: list[str]) -> dict[str, Any]:
         }
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     outputs = [p.communicate(timeout=600)[0] for p in processes]
-    if any(p.returncode for p in processes):
+    if not all(_results(text) for text in outputs):
         raise GraphcError(f"the peer's measurement failed: {' '.join(command)}")
     return _last_json(outputs[0])
 
@@ -243,5 +246,8 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def _last_json(text: str) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    return next(row for row in rows if row.get("rank", 0) == 0)
+    return next(row for row in _results(text) if row.get("rank", 0) == 0)
+
+
+def _results(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
