@@ -22,6 +22,7 @@ import onnx_ir as ir
 from graphc.atomic_files import whole_file
 from graphc.errors import GraphcError, InternalError, ModelError, UsageError, listed, nearest
 from graphc.ir.facts import describe
+from graphc.ir.serialize import to_proto
 from graphc.registry import Registry
 
 PassFunction: TypeAlias = "Callable[..., bool]"
@@ -261,7 +262,7 @@ def _dump(model: ir.Model, folder: Path, name: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with whole_file(folder / name) as file:
-            file.write(ir.to_proto(model).SerializeToString(deterministic=True))
+            file.write(to_proto(model).SerializeToString(deterministic=True))
     except OSError as error:
         raise UsageError(f"cannot write {folder / name}: {error.strerror or error}") from None
 

@@ -32,6 +32,7 @@ from graphc.gradient import key_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 from graphc.ir.infer import propagate
+from graphc.ir.serialize import to_proto
 from graphc.ir.subgraphs import CONTROL
 
 LEAST = 1 << 13
@@ -260,7 +261,7 @@ def _model_of(part: _Rest, model: onnx.ModelProto) -> onnx.ModelProto:
     proto = onnx.ModelProto(ir_version=model.ir_version)
     proto.opset_import.extend(model.opset_import)
     proto.graph.name = "rest"
-    proto.graph.node.extend(ir.to_proto(node) for node in part.nodes)
+    proto.graph.node.extend(to_proto(node) for node in part.nodes)
     made = {out for node in proto.graph.node for out in node.output}
     for name, value in names.items():
         if name not in made:
@@ -279,7 +280,7 @@ def in_standard_ops(model: onnx.ModelProto) -> onnx.ModelProto:
         return model
     made = ir.from_proto(model)
     decompose_graph(made.graph, lambda node: False)
-    return ir.to_proto(made)
+    return to_proto(made)
 
 
 def pays(node: ir.Node, least: int = LEAST) -> bool:

@@ -23,6 +23,7 @@ from graphc.ir.decomposition import replace_nodes
 from graphc.ir.infer import propagate
 from graphc.ir.ops.recurrent import RECURRENT, recurrence
 from graphc.ir.ops.sampling import deform_conv, grid_sample
+from graphc.ir.serialize import to_proto
 
 
 class NumpyBackend(Backend):
@@ -84,7 +85,7 @@ def _simpler(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = ir.from_proto(model)
     propagate(copy.graph)
     replace_nodes(Builder(copy.graph), copy.graph, PARTS)
-    return ir.to_proto(copy)
+    return to_proto(copy)
 
 
 BACKENDS.register("numpy", NumpyBackend, origin=__name__)

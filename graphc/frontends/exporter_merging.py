@@ -33,10 +33,10 @@ def _merged_uses(graph: ir.Graph) -> list[tuple[ir.Value, list[tuple[ir.Node, in
         for index, value in enumerate(node.inputs):
             if scope is None or value is None or not value.is_initializer() or value.dtype not in FLOATS:
                 continue
-            if value.const_value is None or value.const_value.size < 2 or not repeats_one_value(value.const_value):
+            if value.const_value is None or value.const_value.size < 2:
                 continue
             meant = _meant(node, index, scope, value.name or "", recorded, graph)
-            if meant is not None:
+            if meant is not None and repeats_one_value(value.const_value):
                 found.setdefault((value, meant), []).append((node, index))
     return [(value, uses, meant) for (value, meant), uses in found.items()]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -101,8 +101,9 @@ def _load(source: Source, reading: ReadOptions) -> ir.Model:
     if not os.fspath(source).strip():
         raise UsageError("the name of the model is empty")
     try:
-        with open_regular(path) as file:
-            data = file.read()
+        with open_regular(path) as opened:
+            file = wire.OpenFile(str(path), opened.fileno())
+            data = opened.read()
     except FileNotFoundError:
         near = [p.name for p in path.parent.glob("*.onnx")] if path.parent.is_dir() else []
         raise ModelError(f"no such file: {path}{nearest(path.name, near)}") from None
@@ -112,8 +113,8 @@ def _load(source: Source, reading: ReadOptions) -> ir.Model:
         raise ModelError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     except MemoryError:
         raise ModelError(f"cannot read {path}: it does not fit into memory") from None
-    read = _from_text if path.suffix == TEXT else _from_bytes
-    model = read(data, str(path), Folders.of(path, reading.external_data))
+    folders = Folders.of(path, reading.external_data)
+    model = _from_text(data, str(path), folders) if path.suffix == TEXT else _from_bytes(data, str(path), folders, file)
     model.meta[FILE] = str(path.absolute())
     return model
 
@@ -130,7 +131,7 @@ def files_of(model: ir.Model) -> list[str]:
     return [model.meta[FILE], *sorted({str(t.path) for t in tensors if isinstance(t, ir.ExternalTensor)})]
 
 
-def _from_bytes(data: bytes, where: str, folders: Folders) -> ir.Model:
+def _from_bytes(data: bytes, where: str, folders: Folders, file: wire.OpenFile | None = None) -> ir.Model:
     if not data:
         raise ModelError(f"{where} is empty")
     for signature, meaning in _SIGNATURES:
@@ -145,7 +146,8 @@ def _from_bytes(data: bytes, where: str, folders: Folders) -> ir.Model:
             raise ModelError(f"{where} is no ONNX model: it is a text file; a binary .onnx file is expected") from None
         kind = "is truncated or damaged; copy or export it again" if data[:1] == b"\x08" else "is no ONNX model"
         raise ModelError(f"{where} {kind} ({len(data)} bytes do not parse as a protobuf)") from None
-    return _from_proto(proto, where, folders, apart)
+    like = {k: ir.serde.deserialize_tensor(proto.graph.initializer[k]) for k in apart}
+    return _from_proto(proto, where, folders, wire.tensors(data, apart, like, file))
 
 
 def _from_text(data: bytes, where: str, folders: Folders) -> ir.Model:
@@ -161,9 +163,9 @@ def _is_text(data: bytes) -> bool:
 
 
 def _from_proto(
-    proto: onnx.ModelProto, where: str, folders: Folders, apart: Mapping[int, memoryview] | None = None
+    proto: onnx.ModelProto, where: str, folders: Folders, apart: Mapping[int, ir.TensorProtocol] | None = None
 ) -> ir.Model:
-    """Convert a parsed file; ``apart`` holds the bytes of initializers that were cut out of it, by index."""
+    """Convert a parsed file; ``apart`` holds the initializers whose bytes were cut out of it, by index."""
     apart = apart or {}
     if not proto.HasField("graph") or not proto.ir_version:
         raise ModelError(f"{where} is no ONNX model: it has no graph; it may be truncated")
@@ -203,7 +205,7 @@ def _from_proto(
     return model
 
 
-def _check_graph(graph: onnx.GraphProto, where: str, apart: Mapping[int, memoryview]) -> None:
+def _check_graph(graph: onnx.GraphProto, where: str, apart: Collection[int]) -> None:
     """Refuse what the reader would drop silently or fail at."""
     if graph.sparse_initializer:
         name = graph.sparse_initializer[0].values.name
@@ -231,13 +233,13 @@ def _holds_a_map(kind: onnx.TypeProto) -> bool:
     return bool(kind.HasField("map_type"))
 
 
-def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, memoryview]) -> None:
-    """Attach the bytes that were cut out of the file to their initializers, without a copy."""
+def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, ir.TensorProtocol]) -> None:
+    """Give the initializers whose bytes were cut out of the file their tensors."""
     names = [tensor.name for tensor in proto.graph.initializer] if apart else []
-    for k, data in apart.items():
+    for k, tensor in apart.items():
         value = model.graph.initializers.get(names[k])  # an initializer without a name is dropped
         if value is not None and value.const_value is not None:
-            value.const_value = wire.tensor(data, value.const_value)
+            value.const_value = tensor
 
 
 # Giving trained weights back ------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from graphc.ir.builder import Builder, used_names
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import array_of, dims, dtype_of, state_updates, static_dims
 from graphc.ir.names import RESERVED
+from graphc.ir.serialize import to_proto
 from graphc.pipeline import PASSES, Context, PassCall, run
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ def training_info(program: Program) -> onnx.ModelProto:
     training = standard_model(program.model)
     bindings = [(state.name or "", out) for state, out in _pairs(training.graph)]
     _make_names_unique(training.graph, inference.graph)
-    main = ir.to_proto(inference)
-    step = ir.to_proto(training).graph
+    main = to_proto(inference)
+    step = to_proto(training).graph
     known = {v.name for v in main.graph.input} | {t.name for t in main.graph.initializer}
     held = {t.name for t in step.initializer}
 
@@ -104,7 +105,7 @@ def training_info(program: Program) -> onnx.ModelProto:
     own = {t.name for t in info.algorithm.initializer}
     _write_initialization(info, {s for s, _ in bindings if s in own}, training.graph)
     imports = {entry.domain for entry in main.opset_import}
-    main.opset_import.extend(e for e in ir.to_proto(training).opset_import if e.domain not in imports)
+    main.opset_import.extend(e for e in to_proto(training).opset_import if e.domain not in imports)
     return main
 
 

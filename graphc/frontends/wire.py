@@ -1,8 +1,9 @@
-"""Reads the weights of an ONNX file in place: the file is read once, and no large tensor is copied.
+"""Reads the weights of an ONNX file in place: no large tensor is copied when the file is parsed, none stays in memory.
 
 A file is a protocol buffer: fields, each a tag (number and kind) and a value; messages and byte strings begin with their
 length. Protocol Buffers would copy every tensor when it parses the file, and again at every access. So the bytes of large
-tensors are cut out before parsing, and become arrays that refer to the file's bytes.
+tensors are cut out before parsing. They become arrays that refer to the file's bytes or, where they are many, tensors that are
+read from the file whenever somebody asks for them: a training keeps its own parameters, and the file's would lie beside them.
 
 Source: https://protobuf.dev/programming-guides/encoding and ``onnx.proto``.
 """
@@ -10,14 +11,25 @@ Source: https://protobuf.dev/programming-guides/encoding and ``onnx.proto``.
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import ModelError
+
 LEAST = 1 << 14
 """Smallest tensor, in bytes, that is cut out."""
+
+MANY = 1 << 20
+"""Bytes of such tensors in a file from which on they stay in it."""
+
+Span: TypeAlias = tuple[int, int]
+"""The first byte of a tensor in its file, and the one behind the last."""
 
 _GRAPH, _INITIALIZER, _DIMS, _DATA_TYPE, _RAW_DATA = 7, 5, 1, 2, 9
 """Field numbers of ModelProto, GraphProto and TensorProto."""
@@ -29,47 +41,118 @@ class _UnreadableError(Exception):
     """The file has an unusual form; the full parser reports what is wrong."""
 
 
-def cut(data: bytes) -> tuple[bytes, dict[int, memoryview]]:
-    """Return the file without the bytes of its large initializers, and those bytes by the initializer's index.
+class OpenFile:
+    """A file from which tensors are read while it stays what it was; it may be deleted or replaced, but not overwritten."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = os.dup(descriptor)
+        self._stamp = self._now()
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, span: Span) -> bytes:
+        """Read some of its bytes.
+
+        Raises:
+            ModelError: the file has been written to, or cannot be read.
+        """
+        try:
+            data = os.pread(self._descriptor, span[1] - span[0], span[0])
+            changed = len(data) != span[1] - span[0] or self._now() != self._stamp
+        except OSError as error:
+            raise ModelError(f"cannot read {self.path}: {error.strerror or error}") from None
+        if changed:
+            raise ModelError(
+                f"{self.path} has been overwritten since the model was loaded, and its weights are read when they are needed;"
+                " load or compile it again"
+            )
+        return data
+
+    def _now(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
+def cut(data: bytes) -> tuple[bytes, dict[int, Span]]:
+    """Return the file without the bytes of its large initializers, and where those lie, by the initializer's index.
 
     A file that is damaged, or written in an unusual way, is returned unchanged.
     """
-    found: dict[int, memoryview] = {}
+    found: dict[int, Span] = {}
     if len(data) < LEAST or sys.byteorder != "little":
         return data, found
     try:
-        parts, _ = _without(memoryview(data), 0, 0, found)
+        parts, _ = _without(memoryview(data), 0, 0, 0, found)
     except (_UnreadableError, IndexError):
         return data, {}
     return (b"".join(parts), found) if found else (data, found)
 
 
-def tensor(data: memoryview, like: ir.TensorProtocol) -> ir.TensorProtocol:
-    """The tensor whose bytes are ``data``, with name, type and shape of ``like``."""
-    array = np.frombuffer(data, dtype=like.dtype.numpy()).reshape(like.shape.numpy())
+def tensors(
+    data: bytes, spans: Mapping[int, Span], like: Mapping[int, ir.TensorProtocol], file: OpenFile | None
+) -> dict[int, ir.TensorProtocol]:
+    """The tensors at ``spans`` of ``data`` or, where they are many, of ``file``, with names, types and shapes of ``like``."""
+    if file is None or sum(stop - start for start, stop in spans.values()) < MANY:
+        view = memoryview(data)
+        return {k: _with_array(like[k], _array(view[start:stop], like[k])) for k, (start, stop) in spans.items()}
+    return {k: _of_file(file, span, like[k]) for k, span in spans.items()}
+
+
+def _with_array(like: ir.TensorProtocol, array: np.ndarray) -> ir.Tensor:
     return ir.Tensor(
         array, dtype=like.dtype, name=like.name, doc_string=like.doc_string, metadata_props=dict(like.metadata_props)
     )
 
 
-def _without(data: memoryview, level: int, count: int, found: dict[int, memoryview]) -> tuple[list[bytes | memoryview], int]:
-    """The parts of a message to keep, and the number of initializers up to its end; level 0: model, 1: graph."""
+def _array(data: bytes | memoryview, like: ir.TensorProtocol) -> np.ndarray:
+    return np.frombuffer(data, dtype=like.dtype.numpy()).reshape(like.shape.numpy())
+
+
+def _of_file(file: OpenFile, span: Span, like: ir.TensorProtocol) -> ir.TensorProtocol:
+    def read() -> ir.TensorProtocol:
+        nonlocal last
+        array = last()
+        if array is None:
+            array = _array(file.read(span), like)
+            last = weakref.ref(array)
+        return _with_array(like, array)
+
+    last: weakref.ref[np.ndarray] = weakref.ref(np.empty(0))  # what somebody still uses is not read again
+    return ir.LazyTensor(
+        read,
+        like.dtype,
+        ir.Shape(like.shape.numpy()),
+        name=like.name,
+        doc_string=like.doc_string,
+        metadata_props=dict(like.metadata_props),
+    )
+
+
+def _without(
+    data: memoryview, offset: int, level: int, count: int, found: dict[int, Span]
+) -> tuple[list[bytes | memoryview], int]:
+    """The parts of a message to keep, and the number of initializers up to its end.
+
+    Args:
+        offset: where the message begins in the file.
+        level: 0 for the model, 1 for its graph.
+    """
     parts: list[bytes | memoryview] = []
     kept = 0
     for number, kind, begin, start, end in _fields(data):
         if kind != _BYTES or number != (_GRAPH, _INITIALIZER)[level]:
             continue
         if level == 0:
-            inner, count = _without(data[start:end], 1, count, found)
+            inner, count = _without(data[start:end], offset + start, 1, count, found)
         else:
-            inner = _without_raw(data[start:end], count, found)
+            inner = _without_raw(data[start:end], offset + start, count, found)
             count += 1
         parts += [data[kept:begin], _varint(number << 3 | _BYTES), _varint(sum(map(len, inner))), *inner]
         kept = end
     return [*parts, data[kept:]], count
 
 
-def _without_raw(data: memoryview, index: int, found: dict[int, memoryview]) -> list[bytes | memoryview]:
+def _without_raw(data: memoryview, offset: int, index: int, found: dict[int, Span]) -> list[bytes | memoryview]:
     """The parts of a tensor without its raw data, when that is large and elements are whole bytes."""
     raw: tuple[int, int, int] | None = None
     dtype, dims = 0, []
@@ -92,7 +175,7 @@ def _without_raw(data: memoryview, index: int, found: dict[int, memoryview]) -> 
     begin, start, end = raw
     if math.prod(dims) * _WHOLE[dtype] != end - start:
         return [data]  # damaged: the check of tensors reports it
-    found[index] = data[start:end]
+    found[index] = offset + start, offset + end
     return [data[:begin], data[end:]]
 
 

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from graphc.atomic_files import whole_file
 from graphc.errors import ModelError
+from graphc.ir.serialize import to_proto
 from graphc.ir.text import to_text
 from graphc.ir.toposort import check_whole
 
@@ -90,7 +91,7 @@ def save(model: ir.Model, path: str | os.PathLike[str]) -> None:
         if total > EXTERNAL_ABOVE or (came_with_data(model) and any(t.nbytes >= _SMALL for t in _owned_tensors(copy))):
             data = stack.enter_context(atomic_write(path.with_name(f"{path.name}.data")))
             _move_out(copy, data, f"{path.name}.data")
-            file.write(ir.to_proto(copy).SerializeToString(deterministic=True))
+            file.write(to_proto(copy).SerializeToString(deterministic=True))
         else:
             file.write(_internal(copy).SerializeToString(deterministic=True))
 
@@ -138,7 +139,7 @@ def _internal(model: ir.Model) -> onnx.ModelProto:
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = _inside(value.const_value)
         _take_in_attributes(graph)
-    return ir.to_proto(model)
+    return to_proto(model)
 
 
 def _take_in_attributes(graph: ir.Graph) -> None:

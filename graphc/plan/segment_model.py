@@ -15,6 +15,7 @@ from graphc.ir import DOMAIN_VERSION, IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, dtype_of, static_dims
+from graphc.ir.serialize import to_proto
 from graphc.ir.subgraphs import captured
 from graphc.plan.steps import PlanStep
 
@@ -79,4 +80,4 @@ def bind_op(
     graph.outputs.extend(value for value, array in zip(produced, outputs, strict=True) if array is not None)
     decompose_graph(graph, backend.holds)
     results = {f"o{k}": array for k, array in enumerate(outputs) if array is not None}
-    return backend.bind_segment(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)), bound, results)
+    return backend.bind_segment(to_proto(ir.Model(graph, ir_version=IR_VERSION)), bound, results)

@@ -20,6 +20,7 @@ from graphc.compiler import ModelSource
 from graphc.distributed.world import available_cores
 from graphc.errors import DataDependentShapeError, FeedError, GraphcError, NewerOpsetError, nearest
 from graphc.ir.decomposition import decompose_graph
+from graphc.ir.serialize import to_proto
 from graphc.options import ReadOptions
 from graphc.pipeline import PassCall, run
 from graphc.plan.partition import make_plan
@@ -163,4 +164,4 @@ def _run_whole(engine: Backend, model: ir.Model, feeds: Mapping[str, Feed]) -> d
         del graph.initializers[name]
         if value not in graph.inputs:
             graph.inputs.append(value)
-    return engine.run_whole(ir.to_proto(model), arrays)
+    return engine.run_whole(to_proto(model), arrays)

@@ -19,7 +19,7 @@ from graphc.errors import UsageError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import OpDeclaration, Role, declared
-from graphc.ir.facts import array_of, dtype_of, is_parameter, is_state
+from graphc.ir.facts import dtype_of, is_parameter, is_state, shape_of
 from graphc.ir.names import GRADIENT_OF, LEARNING_RATE, LOSS_TOTAL, STEP
 from graphc.ir.state import add_initializer, scalar
 from graphc.pipeline import Context, graph_pass
@@ -106,5 +106,5 @@ def _divisor(graph: ir.Graph) -> ir.Value | None:
 def _state(graph: ir.Graph, parameter: ir.Value, name: str, start: float) -> ir.Value:
     """A new initializer ``parameter::name`` of the parameter's type and shape, filled with ``start``."""
     number = np.asarray(start, dtype=dtype_of(parameter).numpy())
-    array = np.broadcast_to(number, array_of(parameter).shape)  # one number in memory
+    array = np.broadcast_to(number, shape_of(parameter))  # one number in memory
     return add_initializer(graph, f"{parameter.name}::{name}", array)

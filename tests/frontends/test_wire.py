@@ -1,7 +1,10 @@
-"""The weights of a file are arrays in its bytes; whatever is unusual or damaged is parsed as a whole."""
+"""The weights of a file are arrays in its bytes or stay in it; whatever is unusual or damaged is parsed as a whole."""
 
 from __future__ import annotations
 
+import gc
+import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +61,11 @@ def test_large_tensors_are_no_copies() -> None:
     data = _model(*_tensors().values()).SerializeToString()
     small, apart = wire.cut(data)
     assert sorted(apart) == [0, 3, 5]  # large, half and ids
-    assert len(small) + sum(map(len, apart.values())) < len(data)
+    assert len(small) + sum(stop - start for start, stop in apart.values()) < len(data)
     parsed = onnx.ModelProto.FromString(small).graph
     assert [t.name for t in parsed.initializer] == list(_tensors())
-    array = wire.tensor(apart[0], ir.serde.deserialize_tensor(parsed.initializer[0])).numpy()
+    like = {k: ir.serde.deserialize_tensor(parsed.initializer[k]) for k in apart}
+    array = wire.tensors(data, apart, like, None)[0].numpy()
     assert np.shares_memory(array, np.frombuffer(data, np.uint8))
 
 
@@ -82,7 +86,7 @@ def test_a_graph_in_two_pieces_is_read_as_protocol_buffers_read_it() -> None:
     small, apart = wire.cut(data)
     assert sorted(apart) == [0, 1]
     assert [t.name for t in onnx.ModelProto.FromString(small).graph.initializer] == ["large", "ids"]
-    assert apart[1] == tensors["ids"].raw_data
+    assert data[slice(*apart[1])] == tensors["ids"].raw_data
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.9, 0.999])
@@ -101,3 +105,67 @@ def test_a_tensor_of_the_wrong_length_is_refused_by_name(tmp_path: Path) -> None
     onnx.save(_model(tensor), tmp_path / "m.onnx")
     with pytest.raises(ModelError, match=r"'large'.*the file is damaged"):
         frontends.load(tmp_path / "m.onnx")
+
+
+def _heavy(path: Path) -> dict[str, np.ndarray]:
+    """Write a model whose two tensors are too many bytes to be kept."""
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((700, 500)).astype(np.float32) for name in ("a", "b")}
+    onnx.save(_model(*(numpy_helper.from_array(array, name) for name, array in arrays.items())), path)
+    return arrays
+
+
+def test_many_weights_stay_in_their_file_which_may_be_deleted_or_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    arrays = _heavy(path)
+    frontends.load(path)  # what is made once
+    tracemalloc.start()
+    model = frontends.load(path)
+    assert tracemalloc.get_traced_memory()[0] < arrays["a"].nbytes / 2
+    tracemalloc.stop()
+    frontends.save(model, path)
+    path.write_bytes(b"another file") if path.unlink() else None
+    for name, value in model.graph.initializers.items():
+        assert value.const_value is not None
+        np.testing.assert_array_equal(value.const_value.numpy(), arrays[name])
+
+
+def test_weights_that_somebody_uses_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[wire.Span] = []
+    read = wire.OpenFile.read
+    monkeypatch.setattr(wire.OpenFile, "read", lambda self, span: reads.append(span) or read(self, span))
+    _heavy(tmp_path / "m.onnx")
+    tensor = frontends.load(tmp_path / "m.onnx").graph.initializers["a"].const_value
+    assert tensor is not None
+    first = tensor.numpy()
+    assert tensor.numpy() is first
+    assert len(reads) == 1
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 1
+
+
+@pytest.mark.parametrize("change", ["other bytes", "fewer bytes"])
+def test_a_file_that_is_overwritten_after_it_was_loaded_is_named(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "m.onnx"
+    _heavy(path)
+    model = frontends.load(path)
+    with path.open("r+b") as file:
+        if change == "fewer bytes":
+            file.truncate(1000)
+        else:
+            file.seek(2000)
+            file.write(bytes(1000))
+            os.utime(file.fileno(), (0, 0))
+    with pytest.raises(ModelError, match=r"m\.onnx has been overwritten since the model was loaded.* load or compile it again"):
+        frontends.save(model, tmp_path / "other.onnx")
+    assert not (tmp_path / "other.onnx").exists()
+
+
+def test_files_are_closed_when_their_models_are_gone(tmp_path: Path) -> None:
+    _heavy(tmp_path / "m.onnx")
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        frontends.load(tmp_path / "m.onnx")
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
