@@ -15,7 +15,7 @@ steps of a plan. A sequence that depends on data stays, and works as long as no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +27,7 @@ from graphc.ir.infer import apply, propagate
 from graphc.ir.subgraphs import CONTROL, bodies, inline, prune, remove_with_bodies
 from graphc.passes.legalize.subgraphs import decided_branch
 
-Elements = dict[ir.Value, list[ir.Value]]
+Elements: TypeAlias = dict[ir.Value, list[ir.Value]]
 """Sequence → its elements, for sequences whose elements are known."""
 
 _UNROLL = 256
@@ -38,9 +38,11 @@ def dissolve(graph: ir.Graph) -> bool:
     """Rewrite ``graph`` and its subgraphs; dead-code elimination removes unused nodes later."""
     if not any(n.op_type in _RULES or n.op_type in CONTROL for n in graph if n.op_type != "Identity"):
         return False
-    changed = _dissolve(Builder(graph), graph, {})
-    if changed:
-        propagate(graph)
+    changed = False
+    known: Elements = {}
+    while _dissolve(Builder(graph), graph, known):
+        changed = True
+        propagate(graph)  # the size of an element may tell how long the next sequence is
     return changed
 
 
@@ -160,6 +162,8 @@ def _erase(op: Builder, node: ir.Node, known: Elements) -> None:
 
 def _split(op: Builder, node: ir.Node, known: Elements) -> None:
     x, lengths = (*node.inputs, None)[:2]
+    if node.outputs[0] in known:
+        return
     found = dims(x) if x is not None else None
     axis = node.attributes.get_int("axis", 0)
     size = found[axis] if found is not None else None

@@ -40,6 +40,13 @@ def splits(op: Builder, x: ir.Value) -> list[ir.Value]:
     ]
 
 
+def split_again(op: Builder, x: ir.Value) -> list[ir.Value]:
+    """How many parts there are is known when the first sequence is gone, as in rotary embeddings."""
+    half = op.SequenceAt(op.SplitToSequence(x, np.int64(2), axis=0), np.int64(1))
+    parts = op.SplitToSequence(op.Reshape(half, [5, -1]), np.int64(1), axis=1)
+    return [op.Sub(op.SequenceAt(parts, np.int64(1)), op.SequenceAt(parts, np.int64(0)))]
+
+
 def edits(op: Builder, x: ir.Value) -> list[ir.Value]:
     s = op.SequenceInsert(op.SequenceConstruct(x, op.Exp(x)), op.Sin(x), np.int64(-1))
     s = op.SequenceInsert(op.SequenceErase(s, np.int64(0)), op.Cos(x))
@@ -101,6 +108,7 @@ def unrolled(op: Builder, x: ir.Value) -> list[ir.Value]:
 
 CASES = {
     "splits": splits,
+    "split-again": split_again,
     "edits": edits,
     "mapped": mapped,
     "optional": optional,
