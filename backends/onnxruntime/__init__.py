@@ -65,6 +65,9 @@ SEPARATE = 1 << 15
 A fused segment costs no more than a kernel inside one.
 """
 
+REPEATS = 1 << 16
+"""Bytes of a value from which on arithmetic that a segment repeats is cheaper than to store and read it."""
+
 COUNTS = 256
 """Arrays whose checks for NaN and infinity stay bound."""
 
@@ -108,6 +111,7 @@ class OnnxRuntimeBackend(Backend):
         self._alone = session_options(1, spin=False)
         self._fuse = fuse
         self.separate = SEPARATE if fuse else None
+        self.repeats = REPEATS if fuse else None
         self._scratch = scratchpad_of(self.pool)
         self._prepared: dict[int, tuple[onnx.ModelProto, SharedSegment | None]] = {}
         self._least = 1 if fuse_small else host.LEAST

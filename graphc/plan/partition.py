@@ -35,6 +35,7 @@ from graphc.pipe.tasks import Task
 from graphc.plan.apart import apart
 from graphc.plan.buffers import lay_out
 from graphc.plan.group_places import collective_events, join_group
+from graphc.plan.rematerialise import rematerialise
 from graphc.plan.skip_flag import guard
 from graphc.plan.specialise import VIEWS, prepare
 from graphc.plan.steps import PlanStep, Slice, Transfer, UpdateGroup
@@ -142,6 +143,8 @@ def make_plan(
     _dissolve_regions(ready.graph)
     _add_check(steps, stop)
     steps, views = _take_out_views(steps, groups)
+    if capabilities.repeats is not None:
+        rematerialise(ready.graph, steps, views, capabilities.repeats)
     _connect(ready.graph, steps, views)
     _refuse_unknown_sizes(steps)
     homes = find_homes(groups)

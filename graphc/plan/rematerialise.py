@@ -1,0 +1,132 @@
+"""Computes values again where segments read them, instead of storing them, if that takes arithmetic over what is stored anyway.
+
+    before   segment 1:  n = Norm(x); a = n · γ + β; y = Relu(a)  →  n, a, y        segment 9 reads n, a
+    after    segment 1:  the same                                 →  n, y           segment 9 reads n, and computes a again
+
+For backends that compile a segment to kernels: there the arithmetic costs nothing beside the memory that it saves, neither
+written nor read, and the activations that wait for the backward pass become fewer. Only ops of one instruction or two are
+repeated, no exponentials, and no value is stored longer than without. The pass ``recompute`` goes further and costs time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from graphc.ir.facts import constant, inputs_of, known_nbytes, static_dims
+from graphc.plan.specialise import VIEWS
+from graphc.plan.steps import PlanStep
+
+_COMPARE = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Not", "Or", "Where")
+ARITHMETIC = frozenset(
+    (*_COMPARE, "Abs", "Add", "Cast", "Clip", "Div", "Expand", "LeakyRelu", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Sum")
+)
+"""Ops that cost less than to read their result from memory."""
+
+MOST = 8
+"""Nodes that are repeated in one segment for one value."""
+
+
+def rematerialise(graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value], least: int) -> None:
+    """Repeat arithmetic in the segments that read its results.
+
+    Args:
+        steps: in the order of execution, with their nodes; inputs and outputs are not known yet.
+        views: value → the value whose memory it shares.
+        least: bytes of a value from which on it is worthwhile.
+    """
+    found = _Rematerialisation(graph, steps, views, least)
+    for k, step in enumerate(steps):
+        for node in list(step.nodes) if step.kind == "segment" else ():
+            found.spare(node, k)
+
+
+class _Rematerialisation:
+    def __init__(self, graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value], least: int) -> None:
+        self._graph, self._steps, self._views, self._least = graph, steps, views, least
+        self._apart = {*graph.outputs, *views, *views.values()}  # results, and what several names stand for
+        self._home = {node: k for k, step in enumerate(steps) for node in step.nodes}
+        self._reads: dict[ir.Value, set[int]] = {}  # stored value → the segments and kernels that read it
+        self._changed: dict[ir.Value, int] = {}  # state → the first step that may overwrite it
+        for node, k in self._home.items():
+            for value in inputs_of(node):
+                root = views.get(value, value)
+                if steps[k].kind in ("segment", "kernel"):
+                    self._reads.setdefault(root, set()).add(k)
+                else:
+                    self._changed[root] = min(self._changed.get(root, k), k)
+        self._again: dict[tuple[ir.Value, int], ir.Value] = {}
+
+    def spare(self, node: ir.Node, home: int) -> None:
+        """Repeat a node wherever other steps read its result, if all of them can do it; then nobody stores that."""
+        value = node.outputs[0]
+        if not _is_arithmetic(node) or node.op_type in VIEWS or value in self._apart or known_nbytes(value) < self._least:
+            return
+        users = [(user, self._home.get(user, -1)) for user in value.consumers()]
+        if any(step < 0 or self._steps[step].kind != "segment" for _, step in users):
+            return
+        chains = {step: self._chain(node, step) for _, step in users if step != home}
+        if not chains or not all(chains.values()):
+            return
+        for step, chain in chains.items():
+            self._repeat(chain, step)
+        for user, step in users:
+            for index, operand in enumerate(user.inputs):
+                if operand is value and step != home:
+                    user.replace_input_with(index, self._again[value, step])
+        self._reads[value] = {home}
+        if not value.uses():
+            self._steps[home].nodes.remove(node)
+            self._graph.remove(node, safe=True)
+
+    def _chain(self, last: ir.Node, step: int) -> list[ir.Node]:
+        """The nodes to repeat in a segment, in order; empty: too many, or they need what is not stored by then."""
+        chain: dict[ir.Node, None] = {}
+        fresh: set[ir.Value] = set()  # large values that the segment does not read so far
+
+        def visit(node: ir.Node) -> bool:
+            if node in chain:
+                return True
+            if not _is_arithmetic(node):
+                return False
+            for value in inputs_of(node):
+                if constant(value) is not None or (value, step) in self._again:
+                    continue
+                root = self._views.get(value, value)
+                if self._is_stored(root, step):
+                    if step not in self._reads.get(root, ()) and known_nbytes(root) >= self._least:
+                        fresh.add(root)
+                elif (producer := value.producer()) is None or producer not in self._home or not visit(producer):
+                    return False
+            chain[node] = None
+            return len(chain) <= MOST and len(fresh) <= 1
+
+        return list(chain) if visit(last) else []
+
+    def _is_stored(self, root: ir.Value, step: int) -> bool:
+        """Whether a value is in memory until ``step`` in any case."""
+        if root.is_initializer():
+            return self._changed.get(root, len(self._steps)) > step
+        return max(self._reads.get(root, ()), default=-1) >= step
+
+    def _repeat(self, chain: Sequence[ir.Node], step: int) -> None:
+        nodes = self._steps[step].nodes
+        copies = []
+        for node in chain:
+            (old,), name = node.outputs, f"{node.name or node.op_type}/again/{step}"
+            inputs = [v if v is None else self._again.get((v, step), v) for v in node.inputs]
+            copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=1, name=name)
+            (new,) = copy.outputs
+            new.name, new.type, new.shape = f"{old.name}/again/{step}", old.type, old.shape
+            for value in inputs_of(copy):
+                self._reads.setdefault(self._views.get(value, value), set()).add(step)
+            self._again[old, step], self._home[copy] = new, step
+            copies.append(copy)
+        self._graph.insert_before(nodes[0], copies)
+        nodes[:0] = copies
+
+
+def _is_arithmetic(node: ir.Node) -> bool:
+    known = node.op_type in ARITHMETIC or node.op_type in VIEWS
+    return known and not node.domain and len(node.outputs) == 1 and static_dims(node.outputs[0]) is not None
