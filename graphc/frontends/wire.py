@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -94,38 +94,46 @@ def tensors(
     """The tensors at ``spans`` of ``data`` or, where they are many, of ``file``, with names, types and shapes of ``like``."""
     if file is None or sum(stop - start for start, stop in spans.values()) < MANY:
         view = memoryview(data)
-        return {k: _with_array(like[k], _array(view[start:stop], like[k])) for k, (start, stop) in spans.items()}
-    return {k: _of_file(file, span, like[k]) for k, span in spans.items()}
+        return {k: _held(_array(view[start:stop], like[k]), *_described(like[k])) for k, (start, stop) in spans.items()}
+    return {k: _FileTensor(file, span, like[k]) for k, span in spans.items()}
 
 
-def _with_array(like: ir.TensorProtocol, array: np.ndarray) -> ir.Tensor:
-    return ir.Tensor(
-        array, dtype=like.dtype, name=like.name, doc_string=like.doc_string, metadata_props=dict(like.metadata_props)
-    )
+class _FileTensor(ir.LazyTensor):
+    """A tensor that is read whenever somebody asks for it; a copy that leaves the process takes its elements along."""
+
+    def __init__(self, file: OpenFile, span: Span, like: ir.TensorProtocol) -> None:
+        dtype, name, doc_string, properties = _described(like)
+        shape, last = ir.Shape(like.shape.numpy()), weakref.ref(np.empty(0))
+
+        def read() -> ir.TensorProtocol:
+            nonlocal last
+            array = last()
+            if array is None:
+                array = _array(file.read(span), like)
+                last = weakref.ref(array)  # what somebody still uses is not read again
+            return _held(array, dtype, name, doc_string, properties)
+
+        super().__init__(read, dtype, shape, name=name, doc_string=doc_string, metadata_props=properties)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _held, (self.numpy(), *_described(self))
+
+    def __deepcopy__(self, memo: Any) -> _FileTensor:
+        return self  # nothing of it changes
+
+
+def _described(tensor: ir.TensorProtocol) -> tuple[ir.DataType, str | None, str | None, dict[str, str]]:
+    return tensor.dtype, tensor.name, tensor.doc_string, dict(tensor.metadata_props)
+
+
+def _held(
+    array: np.ndarray, dtype: ir.DataType, name: str | None, doc_string: str | None, properties: dict[str, str]
+) -> ir.TensorProtocol:
+    return ir.Tensor(array, dtype=dtype, name=name, doc_string=doc_string, metadata_props=properties)
 
 
 def _array(data: bytes | memoryview, like: ir.TensorProtocol) -> np.ndarray:
     return np.frombuffer(data, dtype=like.dtype.numpy()).reshape(like.shape.numpy())
-
-
-def _of_file(file: OpenFile, span: Span, like: ir.TensorProtocol) -> ir.TensorProtocol:
-    def read() -> ir.TensorProtocol:
-        nonlocal last
-        array = last()
-        if array is None:
-            array = _array(file.read(span), like)
-            last = weakref.ref(array)
-        return _with_array(like, array)
-
-    last: weakref.ref[np.ndarray] = weakref.ref(np.empty(0))  # what somebody still uses is not read again
-    return ir.LazyTensor(
-        read,
-        like.dtype,
-        ir.Shape(like.shape.numpy()),
-        name=like.name,
-        doc_string=like.doc_string,
-        metadata_props=dict(like.metadata_props),
-    )
 
 
 def _without(

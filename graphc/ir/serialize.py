@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import overload
 
+import onnx
 import onnx_ir as ir
 
 from graphc.errors import GraphcError
 
 
-def to_proto(thing: Any) -> Any:
+@overload
+def to_proto(thing: ir.Model) -> onnx.ModelProto: ...
+
+
+@overload
+def to_proto(thing: ir.Node) -> onnx.NodeProto: ...
+
+
+def to_proto(thing: ir.Model | ir.Node) -> onnx.ModelProto | onnx.NodeProto:
     """``onnx_ir.to_proto``, which hides what the read of a tensor says inside an error of its own.
 
     Raises:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import tracemalloc
 from pathlib import Path
 
@@ -124,7 +126,8 @@ def test_many_weights_stay_in_their_file_which_may_be_deleted_or_replaced(tmp_pa
     assert tracemalloc.get_traced_memory()[0] < arrays["a"].nbytes / 2
     tracemalloc.stop()
     frontends.save(model, path)
-    path.write_bytes(b"another file") if path.unlink() else None
+    path.unlink()
+    path.write_bytes(b"another file")
     for name, value in model.graph.initializers.items():
         assert value.const_value is not None
         np.testing.assert_array_equal(value.const_value.numpy(), arrays[name])
@@ -159,6 +162,16 @@ def test_a_file_that_is_overwritten_after_it_was_loaded_is_named(tmp_path: Path,
     with pytest.raises(ModelError, match=r"m\.onnx has been overwritten since the model was loaded.* load or compile it again"):
         frontends.save(model, tmp_path / "other.onnx")
     assert not (tmp_path / "other.onnx").exists()
+
+
+def test_copies_that_leave_the_process_take_the_weights_along(tmp_path: Path) -> None:
+    arrays = _heavy(tmp_path / "m.onnx")
+    tensor = frontends.load(tmp_path / "m.onnx").graph.initializers["a"].const_value
+    sent = pickle.loads(pickle.dumps(tensor))
+    assert copy.deepcopy(tensor) is tensor
+    (tmp_path / "m.onnx").write_bytes(b"")
+    np.testing.assert_array_equal(sent.numpy(), arrays["a"])
+    assert sent.name == "a"
 
 
 def test_files_are_closed_when_their_models_are_gone(tmp_path: Path) -> None:
