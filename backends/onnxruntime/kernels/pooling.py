@@ -1,4 +1,4 @@
-"""Gradients of pooling, one channel of a sample at a time: its dx stays in cache while windows add to it.
+"""Averages along an axis, and gradients of pooling, one channel of a sample at a time: dx stays in cache while windows add to it.
 
 The place of a maximum is found by searching the window, never read from an operand: whatever y holds, it is a tap inside x
 or -1.
@@ -177,6 +177,35 @@ def _max_pool_grad(
     return max_pool_grad
 
 
+@kernel("onnxruntime", "AveragePool", when=lambda node: have_spatial_axes(node, (0,), 1))
+def average_pool(k: Binding) -> Run:
+    """Means along one axis, a tap of all windows of a line at a time; onnxruntime is faster at two axes, and slower at one."""
+    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
+    window = Window.of(k.attributes, x.shape[2:])
+    shares = _shares(window, 0, x.shape[2], y.shape[2], bool(k.attributes.get("count_include_pad", 0)))
+    columns = _geometry(window, x.shape[2:], y.shape[2:])[1]
+    lines = (x.reshape(-1, x.shape[2]), columns, window.strides[0], shares, y.reshape(-1, y.shape[2]))
+    return k.pool.bind(_average_pool, lines, x.shape[0] * x.shape[1], max(1, 16384 // x.shape[2]))
+
+
+@jit
+def _average_pool(x, columns, stride, shares, y, start, stop):
+    for line in range(start, stop):
+        means = y[line]
+        means[:] = 0.0
+        for j in range(columns.shape[0]):
+            shift, first, last = columns[j]
+            source, target = x[line, shift + first * stride :], means[first:last]
+            if stride == 1:
+                for q in range(target.size):
+                    target[q] += source[q]
+            else:
+                for q in range(target.size):
+                    target[q] += source[q * stride]
+        for q in range(means.size):
+            means[q] *= shares[q]
+
+
 def _average_is_native(node: ir.Node) -> bool:
     shape = shape_of_result(node.inputs[1])
     known = shape is not None and all(isinstance(d, int) for d in shape.dims)
@@ -216,8 +245,12 @@ def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, l
                     shift, first, last = columns[j]
                     target = line[shift + first * stride :]
                     slopes, shares = dy[plane, r, first:last], column_share[first:last]
-                    for q in range(slopes.size):
-                        target[q * stride] += slopes[q] * (row_share[r] * shares[q])
+                    if stride == 1:
+                        for q in range(slopes.size):
+                            target[q] += slopes[q] * (row_share[r] * shares[q])
+                    else:
+                        for q in range(slopes.size):
+                            target[q * stride] += slopes[q] * (row_share[r] * shares[q])
                 for i in range(rows.shape[0]):
                     if rows[i, r] >= 0:
                         target = dx[plane, rows[i, r]]

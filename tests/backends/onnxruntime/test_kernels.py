@@ -170,6 +170,8 @@ def test_convolutions_that_share_scratch_memory(pool: ThreadPool) -> None:
         ((11, 11), {"kernel_shape": [2, 3], "dilations": [2, 1], "pads": [1, 1, 0, 1]}),
         ((11, 12), {"kernel_shape": [2, 3], "strides": [2, 1], "auto_pad": "SAME_UPPER"}),
         ((15,), {"kernel_shape": [4], "strides": [3], "pads": [1, 1]}),
+        ((15,), {"kernel_shape": [5], "pads": [2, 2]}),
+        ((15,), {"kernel_shape": [4], "strides": [2], "ceil_mode": 1}),
         ((6, 7, 8), {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}),
         ((6, 7, 8), {"kernel_shape": [3, 2, 3], "strides": [2, 1, 3], "pads": [1, 0, 1, 0, 1, 1]}),
         ((6, 7, 8), {"kernel_shape": [2, 3, 2], "dilations": [2, 1, 3], "ceil_mode": 1}),
@@ -185,6 +187,8 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
         both = {**attributes, "count_include_pad": include}
         (y,) = reference("AveragePool", [x], both)
         compare("graphc::AveragePoolGrad", [normal(*y.shape), shape_of(x)], both, pool, (1,))
+        if len(size) == 1:
+            compare("AveragePool", [x], both, pool)
 
 
 def test_activations(pool: ThreadPool) -> None:
