@@ -1,4 +1,4 @@
-"""Averages along an axis, and gradients of pooling, one channel of a sample at a time: dx stays in cache while windows add to it.
+"""Averages along an axis, and gradients of pooling, one channel of a sample at a time: dx stays in cache while windows add up.
 
 The place of a maximum is found by searching the window, never read from an operand: whatever y holds, it is a tap inside x
 or -1.
