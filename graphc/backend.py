@@ -147,17 +147,18 @@ class Capabilities(Protocol):
     (:mod:`graphc.plan.apart`). None: neighbours always form one segment, which suits a runtime that takes long to start one.
     """
 
-    repeats: int | None = None
-    """Values of at least this many bytes are computed again, where arithmetic in segments can do it, instead of being stored
-    (:mod:`graphc.plan.rematerialise`). None: never, which suits a runtime that passes through memory for every op.
-    """
-
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, in a step of its own, instead of inside a segment."""
         return False
 
     def holds(self, node: ir.Node) -> bool:
         """Whether a segment may hold this ``graphc`` op undecomposed."""
+        return False
+
+    def repeats(self, node: ir.Node) -> bool:
+        """Whether a segment computes the node in less time than it takes to read its result: a plan repeats it rather than
+        store that (:mod:`graphc.plan.rematerialise`). A runtime that passes through memory for every op says no.
+        """
         return False
 
     def computes_halves(self, node: ir.Node) -> bool:

@@ -182,6 +182,12 @@ OP_KERNELS: dict[str, OpKernel] = {
 }  # fmt: skip
 """Op (``"Gelu"``, ``"graphc::GeluGrad"``) → its record."""
 
+_COMPARE = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Not", "Or", "Where")
+ARITHMETIC = frozenset(
+    (*_COMPARE, "Abs", "Add", "Cast", "Clip", "Div", "Expand", "LeakyRelu", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Sum")
+)
+"""Ops of one or two instructions, which cost less than to read their result from memory."""
+
 _UNKNOWN = OpKernel()
 
 

@@ -21,7 +21,7 @@ from graphc.backends.fusion.graph_queries import operands, results, sweep
 from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import FusedKernel
 from graphc.backends.fusion.kernel_source import KernelSource
-from graphc.backends.fusion.op_kernels import is_expression, op_kernel
+from graphc.backends.fusion.op_kernels import ARITHMETIC, is_expression, op_kernel
 from graphc.backends.fusion.rules import normalisation
 from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.backends.host.compiler import HostKernel, compiler
@@ -294,3 +294,8 @@ def holds(node: ir.Node) -> bool:
     return key_of(node.domain, node.op_type) in ELEMENTS and all(
         v.dtype == ir.DataType.FLOAT for v in node.inputs if v is not None
     )
+
+
+def repeats(node: ir.Node) -> bool:
+    """Whether a kernel computes the node in less time than it takes to read its result from memory."""
+    return not node.domain and node.op_type in ARITHMETIC

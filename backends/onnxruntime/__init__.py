@@ -65,9 +65,6 @@ SEPARATE = 1 << 15
 A fused segment costs no more than a kernel inside one.
 """
 
-REPEATS = 1 << 16
-"""Bytes of a value from which on arithmetic that a segment repeats is cheaper than to store and read it."""
-
 COUNTS = 256
 """Arrays whose checks for NaN and infinity stay bound."""
 
@@ -111,7 +108,6 @@ class OnnxRuntimeBackend(Backend):
         self._alone = session_options(1, spin=False)
         self._fuse = fuse
         self.separate = SEPARATE if fuse else None
-        self.repeats = REPEATS if fuse else None
         self._scratch = scratchpad_of(self.pool)
         self._prepared: dict[int, tuple[onnx.ModelProto, SharedSegment | None]] = {}
         self._least = 1 if fuse_small else host.LEAST
@@ -126,6 +122,9 @@ class OnnxRuntimeBackend(Backend):
 
     def holds(self, node: ir.Node) -> bool:
         return self._fuse and host.holds(node) and host.pays(node, self._least)
+
+    def repeats(self, node: ir.Node) -> bool:
+        return self._fuse and host.repeats(node)
 
     def prepare_segments(self, models: Sequence[onnx.ModelProto]) -> None:
         # the compiler works on the kernels of one segment while the next is cut into kernels

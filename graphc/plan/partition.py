@@ -143,8 +143,7 @@ def make_plan(
     _dissolve_regions(ready.graph)
     _add_check(steps, stop)
     steps, views = _take_out_views(steps, groups)
-    if capabilities.repeats is not None:
-        rematerialise(ready.graph, steps, views, capabilities.repeats)
+    steps = rematerialise(ready.graph, steps, views, capabilities.repeats)
     _connect(ready.graph, steps, views)
     _refuse_unknown_sizes(steps)
     homes = find_homes(groups)

@@ -10,7 +10,7 @@ repeated, no exponentials, and no value is stored longer than without. The pass 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -18,33 +18,41 @@ from graphc.ir.facts import constant, inputs_of, known_nbytes, static_dims
 from graphc.plan.specialise import VIEWS
 from graphc.plan.steps import PlanStep
 
-_COMPARE = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "And", "Not", "Or", "Where")
-ARITHMETIC = frozenset(
-    (*_COMPARE, "Abs", "Add", "Cast", "Clip", "Div", "Expand", "LeakyRelu", "Max", "Min", "Mul", "Neg", "Relu", "Sub", "Sum")
-)
-"""Ops that cost less than to read their result from memory."""
+LEAST = 1 << 16
+"""Bytes of a value from which on it is worthwhile."""
 
 MOST = 8
 """Nodes that are repeated in one segment for one value."""
 
 
-def rematerialise(graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value], least: int) -> None:
-    """Repeat arithmetic in the segments that read its results.
+def rematerialise(
+    graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value], repeats: Callable[[ir.Node], bool]
+) -> list[PlanStep]:
+    """Repeat arithmetic in the segments that read its results; returns the steps that still have something to do.
 
     Args:
         steps: in the order of execution, with their nodes; inputs and outputs are not known yet.
         views: value → the value whose memory it shares.
-        least: bytes of a value from which on it is worthwhile.
+        repeats: whether the backend computes a node in less time than it takes to read its result.
     """
-    found = _Rematerialisation(graph, steps, views, least)
+    found = _Rematerialisation(graph, steps, views, repeats)
     for k, step in enumerate(steps):
         for node in list(step.nodes) if step.kind == "segment" else ():
-            found.spare(node, k)
+            if node.graph is not None:  # it has not been removed
+                found.spare(node, k)
+    return [step for step in steps if step.nodes or step.kind != "segment"]
 
 
 class _Rematerialisation:
-    def __init__(self, graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value, ir.Value], least: int) -> None:
-        self._graph, self._steps, self._views, self._least = graph, steps, views, least
+    def __init__(
+        self,
+        graph: ir.Graph,
+        steps: Sequence[PlanStep],
+        views: Mapping[ir.Value, ir.Value],
+        repeats: Callable[[ir.Node], bool],
+    ) -> None:
+        self._graph, self._steps, self._views, self._repeats = graph, steps, views, repeats
+        self._results = set(graph.outputs)
         self._apart = {*graph.outputs, *views, *views.values()}  # results, and what several names stand for
         self._home = {node: k for k, step in enumerate(steps) for node in step.nodes}
         self._reads: dict[ir.Value, set[int]] = {}  # stored value → the segments and kernels that read it
@@ -61,7 +69,7 @@ class _Rematerialisation:
     def spare(self, node: ir.Node, home: int) -> None:
         """Repeat a node wherever other steps read its result, if all of them can do it; then nobody stores that."""
         value = node.outputs[0]
-        if not _is_arithmetic(node) or node.op_type in VIEWS or value in self._apart or known_nbytes(value) < self._least:
+        if not self._is_repeatable(node) or node.op_type in VIEWS or value in self._apart or known_nbytes(value) < LEAST:
             return
         users = [(user, self._home.get(user, -1)) for user in value.consumers()]
         if any(step < 0 or self._steps[step].kind != "segment" for _, step in users):
@@ -76,9 +84,20 @@ class _Rematerialisation:
                 if operand is value and step != home:
                     user.replace_input_with(index, self._again[value, step])
         self._reads[value] = {home}
-        if not value.uses():
-            self._steps[home].nodes.remove(node)
-            self._graph.remove(node, safe=True)
+        self._remove_unread(node)
+
+    def _remove_unread(self, node: ir.Node) -> None:
+        """Remove a node of a segment whose results nobody reads any more, and then those that only it has read."""
+        home = self._home.get(node, -1)
+        if home < 0 or self._steps[home].kind != "segment" or any(out.uses() or out in self._results for out in node.outputs):
+            return
+        made_by = {value.producer() for value in inputs_of(node)}
+        self._steps[home].nodes.remove(node)
+        del self._home[node]
+        self._graph.remove(node, safe=True)
+        for producer in made_by:
+            if producer is not None:
+                self._remove_unread(producer)
 
     def _chain(self, last: ir.Node, step: int) -> list[ir.Node]:
         """The nodes to repeat in a segment, in order; empty: too many, or they need what is not stored by then."""
@@ -88,14 +107,14 @@ class _Rematerialisation:
         def visit(node: ir.Node) -> bool:
             if node in chain:
                 return True
-            if not _is_arithmetic(node):
+            if not self._is_repeatable(node):
                 return False
             for value in inputs_of(node):
                 if constant(value) is not None or (value, step) in self._again:
                     continue
                 root = self._views.get(value, value)
                 if self._is_stored(root, step):
-                    if step not in self._reads.get(root, ()) and known_nbytes(root) >= self._least:
+                    if step not in self._reads.get(root, ()) and known_nbytes(root) >= LEAST:
                         fresh.add(root)
                 elif (producer := value.producer()) is None or producer not in self._home or not visit(producer):
                     return False
@@ -126,7 +145,6 @@ class _Rematerialisation:
         self._graph.insert_before(nodes[0], copies)
         nodes[:0] = copies
 
-
-def _is_arithmetic(node: ir.Node) -> bool:
-    known = node.op_type in ARITHMETIC or node.op_type in VIEWS
-    return known and not node.domain and len(node.outputs) == 1 and static_dims(node.outputs[0]) is not None
+    def _is_repeatable(self, node: ir.Node) -> bool:
+        view = node.op_type in VIEWS and not node.domain
+        return (view or self._repeats(node)) and len(node.outputs) == 1 and static_dims(node.outputs[0]) is not None
