@@ -192,18 +192,45 @@ def _with_dynamo(
     batch = torch.export.Dim("batch")
     shapes = tuple({0: batch} if k in batched else None for k in range(len(tensors)))
     variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values())
-    program: Any = torch.onnx.export(
-        module,
-        tuple(tensors),
-        dynamo=True,
-        optimize=False,
-        opset_version=_OPSET,
-        custom_translation_table=translations(),
-        verbose=False,
-        dynamic_shapes=((shapes,) if variadic else shapes) if batched else None,
-    )
+    dynamic = ((shapes,) if variadic else shapes) if batched else None
+    settings: dict[str, Any] = {
+        "dynamo": True,
+        "optimize": False,
+        "opset_version": _OPSET,
+        "custom_translation_table": translations(),
+        "verbose": False,
+    }
+    try:
+        captured = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
+        _detach_without_gradients(captured)
+        program: Any = torch.onnx.export(captured, (), dynamic_shapes=dynamic, **settings)
+    except Exception:  # the exporter of ONNX has other ways to capture a module
+        program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
     model: ir.Model = program.model
     return model
+
+
+def _detach_without_gradients(captured: torch.export.ExportedProgram) -> None:
+    """Detach what is computed under ``torch.no_grad()``: ONNX has no such regions, and ``detach`` is recorded."""
+    import torch
+
+    region, detach = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.aten.detach.default
+    for module in captured.graph_module.modules():
+        if not isinstance(module, torch.fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            if node.target is region and node.args[0] is False:
+                body = getattr(module, node.args[1].target)
+                result = body.graph.output_node()
+
+                def detached(value: torch.fx.Node) -> torch.fx.Node:
+                    made: torch.fx.Node = body.graph.call_function(detach, (value,))  # noqa: B023 - called in this round of the loop
+                    made.meta = dict(value.meta)
+                    return made
+
+                with body.graph.inserting_before(result):
+                    result.args = torch.fx.map_arg(result.args, detached)
+                body.recompile()
 
 
 def _with_torchscript(

@@ -1,7 +1,7 @@
-"""Reads what PyTorch's exporter records in a file about its initializers.
+"""Reads what PyTorch's exporter records in a file about its initializers and nodes.
 
-The exporter of ``torch.export`` programs writes which initializer is a parameter and which a buffer, and from what a folded
-one was computed. Other files hold no such record.
+The exporter of ``torch.export`` programs writes which initializer is a parameter and which a buffer, from what a folded
+one was computed, and which operator a node stands for. Other files hold no such record.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
+_FX_NODE = "pkg.torch.onnx.fx_node"
 _SPEC = re.compile(r": (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']+)'")
 
 
@@ -24,3 +25,8 @@ def folded_from(value: ir.Value) -> list[str] | None:
     """Names of the values from which the exporter computed an initializer; None where it did not."""
     text = value.metadata_props.get(_FOLDED)
     return re.findall(r"'([^']+)'", text) if text is not None else None
+
+
+def is_detached(node: ir.Node) -> bool:
+    """Whether an ``Identity`` stands for PyTorch's ``detach``, through which no gradient goes."""
+    return node.op_type == "Identity" and "torch.ops.aten.detach." in node.metadata_props.get(_FX_NODE, "")

@@ -13,7 +13,7 @@ from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, input_of, rank, required
 
-zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", origin=__name__)
+zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", "graphc::StopGradient", origin=__name__)
 
 _END = np.iinfo(np.int64).max
 

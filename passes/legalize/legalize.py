@@ -20,7 +20,8 @@ from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.control_flow import type_body_inputs
 from graphc.ir.declare import declaration_of
-from graphc.ir.facts import describe, dims
+from graphc.ir.exporter_records import is_detached
+from graphc.ir.facts import describe, dims, input_of
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
 from graphc.ir.model_bytes import check_sizes
@@ -164,6 +165,8 @@ def _type(node: ir.Node, version: int, annotations: Annotations) -> None:
 def _replacement(op: Builder, node: ir.Node, version: int, annotations: Annotations) -> Sequence[ir.Value] | None:
     if node.op_type == "If" and node.domain == "":
         return decided_branch(op, node, annotations.rank)
+    if is_detached(node):
+        return [op.graphc.StopGradient(input_of(node))]
     if node.domain != DOMAIN and declaration_of(node) is not None:
         return None  # the declaration of an op decides its type
     if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":

@@ -70,6 +70,44 @@ def test_a_batch_normalisation_behaves_as_the_module_says(how: str) -> None:
 
 
 @pytest.mark.full
+class Quantized(torch.nn.Module):
+    """Rows are replaced by the nearest of a table, and gradients go straight through; a gate only weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.last = torch.nn.Linear(4, 6), torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+        self.table = torch.nn.Embedding(5, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.first(x)
+        nearest = self.table((z.unsqueeze(1) - self.table.weight).square().sum(-1).argmin(1))
+        with torch.no_grad():
+            gate = torch.sigmoid(self.gate(x))
+        return self.last((z + (nearest - z).detach()) * gate)
+
+
+@pytest.mark.full
+def test_what_a_module_detaches_gets_no_gradient() -> None:
+    torch.manual_seed(0)
+    module, x, y = Quantized(), torch.randn(8, 4), torch.randint(0, 3, (8,))
+    still = {name: value.detach().numpy().copy() for name, value in module.named_parameters() if name[0] in "gt"}
+    program = graphc.compile(
+        module, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.5), example_inputs=(x,)
+    )
+    reference = torch.optim.SGD(module.parameters(), lr=0.5)
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(5):
+            loss = torch.nn.functional.cross_entropy(module(x), y)
+            reference.zero_grad()
+            loss.backward()
+            reference.step()
+            assert trainer.step({"x": x.numpy(), "label": y.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert sorted(still) == ["gate.bias", "gate.weight", "table.weight"]
+        assert not set(still) & set(trainer.state.arrays) or all(
+            (trainer.state.arrays[name] == value).all() for name, value in still.items() if name in trainer.state.arrays
+        )
+
+
 def test_what_would_train_otherwise_than_in_pytorch_is_warned_of() -> None:
     class Words(torch.nn.Module):
         def __init__(self) -> None:
