@@ -27,6 +27,11 @@ def folded_from(value: ir.Value) -> list[str] | None:
     return re.findall(r"'([^']+)'", text) if text is not None else None
 
 
+def stands_for(node: ir.Node, operator: str) -> bool:
+    """Whether the exporter wrote the node for this operator of PyTorch (``detach``)."""
+    return f"torch.ops.aten.{operator}." in node.metadata_props.get(_FX_NODE, "")
+
+
 def is_detached(node: ir.Node) -> bool:
     """Whether an ``Identity`` stands for PyTorch's ``detach``, through which no gradient goes."""
-    return node.op_type == "Identity" and "torch.ops.aten.detach." in node.metadata_props.get(_FX_NODE, "")
+    return node.op_type == "Identity" and stands_for(node, "detach")

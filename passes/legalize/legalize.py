@@ -36,6 +36,7 @@ from graphc.passes.gradients.attention import by_parts as attention_by_parts
 from graphc.passes.legalize.annotations import Annotations
 from graphc.passes.legalize.canonical import canonicalise, explicit_pads
 from graphc.passes.legalize.contrib_ops import adapt_contributed
+from graphc.passes.legalize.embedding_bags import compute_bags_at_once
 from graphc.passes.legalize.evaluation_export import lost_dropout, lost_normalization
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
 from graphc.passes.legalize.input_shapes import fix_input_shapes
@@ -95,6 +96,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     fix_input_shapes(graph, shapes or ())
     annotations = Annotations(graph)
     _convert(graph, version, model.opset_imports, annotations)
+    compute_bags_at_once(graph)
     dissolve(graph)
     compute_mapped_loops_at_once(graph)
     annotations.finish(OPSET)

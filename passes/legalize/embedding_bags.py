@@ -1,0 +1,109 @@
+"""Computes the bags of an ``EmbeddingBag`` side by side.
+
+    before  Loop over bags b { rows of b = Slice(rows, offsets[b], offsets[b + 1]);  y[b] = ReduceSum(rows of b, axis 0) }
+    after   bag = CumSum(marks at offsets) - 1;  y = GatherGrad(rows, bag)        # adds each row to its bag
+            y = ReduceSum(Reshape(rows, [bags, length, width]), axis 1)           # where all bags have one length
+
+PyTorch's exporter writes the Loop, with a sequence that grows by a bag in each iteration, and records what it stands for
+(``aten.embedding_bag``). Other loops stay, that of ``padding_idx`` among them, which leaves rows out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.exporter_records import stands_for
+from graphc.ir.facts import constant, dims, dtype_of, inputs_of, is_float, producer_of
+from graphc.ir.symbolic_dims import product
+
+
+@dataclass(frozen=True, slots=True)
+class _Bags:
+    """What a Loop over bags reads: ``rows`` (N × width), ``offsets`` of bags and of the end (bags + 1), and ``mode``."""
+
+    rows: ir.Value
+    offsets: ir.Value
+    mode: str
+
+
+def compute_bags_at_once(graph: ir.Graph) -> None:
+    """Replace the Loops of ``graph`` that the exporter wrote for EmbeddingBag."""
+    for node in [n for n in graph if n.op_type == "Loop" and n.domain == "" and stands_for(n, "embedding_bag")]:
+        joins = [user for out in node.outputs for user in out.consumers()]
+        bags = _bags(node)
+        if bags is None or len(joins) != 1 or joins[0].op_type != "ConcatFromSequence":
+            continue
+        if any(joins[0].attributes.get_int(name, 0) for name in ("axis", "new_axis")):
+            continue
+        (old,) = joins[0].outputs
+        op = Builder(graph, before=joins[0], scope=node.name or "EmbeddingBag")
+        made = op.Identity(_of_one_length(op, bags) or _of_any_length(op, bags))
+        name, old.name = old.name, op.unique(f"{old.name}.replaced", value=True)
+        old.replace_all_uses_with(made, replace_graph_outputs=True)
+        made.name = name
+
+
+def _bags(loop: ir.Node) -> _Bags | None:
+    body = loop.attributes["body"].as_graph()
+    empty = [n for n in body if n.op_type == "If"]
+    tests = [producer_of(v) for n in empty if (v := n.inputs[0]) is not None and v.producer() is not None]
+    if len(tests) != 1 or tests[0].op_type != "Equal":
+        return None
+    bounds = [v.producer() for v in inputs_of(tests[0])]
+    if any(b is None or b.op_type != "Slice" for b in bounds):
+        return None
+    offsets = {b.inputs[0] for b in bounds if b is not None}
+    inner = list(body.all_nodes())
+    rows = {n.inputs[0] for n in inner if n.op_type == "Slice"} - offsets
+    reduced = {n.op_type for n in inner if n.op_type.startswith("Reduce")}
+    if len(offsets) != 1 or len(rows) != 1:
+        return None
+    (start,), (table,) = offsets, rows
+    if start is None or table is None or not is_float(table) or len(dims(table) or ()) != 2:
+        return None
+    modes = {frozenset({"ReduceSum"}): "sum", frozenset({"ReduceSum", "ReduceMean"}): "mean", frozenset({"ReduceMax"}): "max"}
+    mode = modes.get(frozenset(reduced))
+    return None if mode is None else _Bags(table, start, mode)
+
+
+def _of_one_length(op: Builder, bags: _Bags) -> ir.Value | None:
+    """The bags of ``arange(0, N, length)``, which PyTorch makes of a matrix of indices."""
+    join = bags.offsets.producer()
+    starts = join.inputs[0] if join is not None and join.op_type == "Concat" and len(join.inputs) == 2 else None
+    maker = starts.producer() if starts is not None else None
+    if starts is None or maker is None or maker.op_type != "Range":
+        return None
+    first, length = (constant(maker.inputs[k]) for k in (0, 2))
+    (count,), (total, _) = dims(starts) or (None,), dims(bags.rows) or (None, None)
+    if first is None or int(first) != 0 or length is None or int(length) < 1 or count is None:
+        return None
+    if product((count, int(length))) != total:
+        return None
+    apart = op.Reshape(bags.rows, op.Concat(op.const([-1, int(length)]), op.Shape(bags.rows, start=1), axis=0))
+    reduce = {"sum": op.ReduceSum, "mean": op.ReduceMean, "max": op.ReduceMax}[bags.mode]
+    return reduce(apart, [1], keepdims=0)  # type: ignore[no-any-return]
+
+
+def _of_any_length(op: Builder, bags: _Bags) -> Any:
+    """Bags of any lengths, empty ones included, whose result is 0."""
+    rows = bags.rows
+    starts, ends = op.Slice(bags.offsets, [0], [-1], [0]), op.Slice(bags.offsets, [1], [_END], [0])
+    count, shape = op.Shape(rows, end=1), op.Concat(op.Shape(starts), op.Shape(rows, start=1), axis=0)
+    none = op.Expand(op.const(np.int64(0)), op.Add(count, [1]))  # one more than rows: bags at the end may be empty
+    marks = op.ScatterElements(none, starts, op.Expand(op.const(np.int64(1)), op.Shape(starts)), axis=0, reduction="add")
+    bag = op.Sub(op.Slice(op.CumSum(marks, op.const(np.int64(0))), [0], [-1], [0]), np.int64(1))
+    held = op.Unsqueeze(op.Sub(ends, starts), [1])
+    if bags.mode == "max":
+        lowest = op.Expand(op.scalar(float(np.finfo(dtype_of(rows).numpy()).min), rows), shape)
+        most = op.ScatterND(lowest, op.Unsqueeze(bag, [-1]), rows, reduction="max")
+        return op.Where(op.Equal(held, np.int64(0)), op.scalar(0, rows), most)
+    total = op.graphc.GatherGrad(rows, bag, shape)
+    return total if bags.mode == "sum" else op.Div(total, op.CastLike(op.Max(held, np.int64(1)), rows))
+
+
+_END = np.iinfo(np.int64).max

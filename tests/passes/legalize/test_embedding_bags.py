@@ -1,0 +1,57 @@
+"""Bags of embeddings are computed side by side, whatever their lengths, and train as in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import graphc
+
+pytestmark = pytest.mark.full  # each case is exported
+
+
+class OfMatrix(nn.Module):
+    def __init__(self, mode: str, last: bool = False) -> None:
+        super().__init__()
+        self.bags, self.head = nn.EmbeddingBag(50, 8, mode=mode, include_last_offset=last), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bags(x))
+
+
+class OfOffsets(OfMatrix):
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.head(self.bags(x, offsets))
+
+
+OFFSETS = [0, 5, 5, 11, 20, 33, 40]
+"""Of 40 indices: the second bag is empty, and so is the last one."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("matrix", "sum"), ("matrix", "mean"), ("matrix", "max"), ("offsets", "sum"), ("last offset", "mean"), ("offsets", "max")],
+)
+def test_bags_train_as_in_pytorch_without_a_loop(kind: str, mode: str) -> None:
+    torch.manual_seed(0)
+    if kind == "matrix":
+        module, inputs = OfMatrix(mode), (torch.randint(0, 50, (7, 6)),)
+    else:
+        module, inputs = OfOffsets(mode, kind == "last offset"), (torch.randint(0, 50, (40,)), torch.tensor(OFFSETS))
+    label = torch.randint(0, 5, (6 if kind == "last offset" else 7,))
+    program = graphc.compile(
+        module, example_inputs=inputs, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.5)
+    )
+    ops = {node.op_type for node in program.model.graph}
+    assert not ops & {"Loop", "Scan"}
+    assert ("CumSum" in ops) == (kind != "matrix")
+    feeds = {**dict(zip(("x", "offsets"), (value.numpy() for value in inputs), strict=False)), "label": label.numpy()}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(4):
+            loss = nn.functional.cross_entropy(module(*inputs), label)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert trainer.step(feeds)["loss"] == pytest.approx(loss.item(), rel=1e-5)
