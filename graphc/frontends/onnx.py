@@ -68,9 +68,9 @@ def load(source: Source, reading: ReadOptions = _AS_USUAL) -> ir.Model:
             or copied where its exporter recorded what it merged and folded).
         reading: how much the constants may take, and where external data may lie.
 
-    More than a megabyte of weights stays in the file, and is read when somebody asks for it: the file may be deleted or replaced
-    meanwhile, but not overwritten. External data is memory-mapped, not copied. It must lie in the folder of the model, or in a
-    folder of ``reading``.
+    More than a megabyte of weights stays in the file, and is read when somebody asks for it: the file may be deleted or
+    replaced meanwhile, but not overwritten. External data is memory-mapped, not copied. It must lie in the folder of the model,
+    or in a folder of ``reading``.
 
     Raises:
         UsageError: nothing that is or names a model.

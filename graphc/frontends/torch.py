@@ -9,6 +9,7 @@ is nevertheless an ordinary model file in inference mode; the ``train_mode`` pas
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import warnings
@@ -190,9 +191,12 @@ def _with_dynamo(
     import torch
 
     batch = torch.export.Dim("batch")
-    shapes = tuple({0: batch} if k in batched else None for k in range(len(tensors)))
-    variadic = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values())
-    dynamic = ((shapes,) if variadic else shapes) if batched else None
+    shapes: tuple[Any, ...] = tuple({0: batch} if k in batched else None for k in range(len(tensors)))
+    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+        shapes = (*shapes[:first], shapes[first:])
+    dynamic = shapes if batched else None
     settings: dict[str, Any] = {
         "dynamo": True,
         "optimize": False,
@@ -214,7 +218,7 @@ def _detach_without_gradients(captured: torch.export.ExportedProgram) -> None:
     """Detach what is computed under ``torch.no_grad()``: ONNX has no such regions, and ``detach`` is recorded."""
     import torch
 
-    region, detach = torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.aten.detach.default
+    region = torch.ops.higher_order.wrap_with_set_grad_enabled
     for module in captured.graph_module.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue
@@ -223,14 +227,17 @@ def _detach_without_gradients(captured: torch.export.ExportedProgram) -> None:
                 body = getattr(module, node.args[1].target)
                 result = body.graph.output_node()
 
-                def detached(value: torch.fx.Node) -> torch.fx.Node:
-                    made: torch.fx.Node = body.graph.call_function(detach, (value,))  # noqa: B023 - called in this round of the loop
-                    made.meta = dict(value.meta)
-                    return made
-
                 with body.graph.inserting_before(result):
-                    result.args = torch.fx.map_arg(result.args, detached)
+                    result.args = torch.fx.map_arg(result.args, functools.partial(_detached, body.graph))
                 body.recompile()
+
+
+def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
+    import torch
+
+    made: torch.fx.Node = graph.call_function(torch.ops.aten.detach.default, (value,))
+    made.meta = dict(value.meta)
+    return made
 
 
 def _with_torchscript(

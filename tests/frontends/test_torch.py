@@ -136,6 +136,16 @@ def test_names_arrays_and_mappings() -> None:
     np.testing.assert_array_equal(have, [a + b, a * b])
 
 
+def test_inputs_behind_a_star_have_a_batch_of_any_size_too() -> None:
+    class Total(nn.Module):
+        def forward(self, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+            return first + sum(others)
+
+    model = export(Total(), tuple(torch.ones(4, 3) for _ in range(3)), exporter="dynamo")
+    assert [v.name for v in model.graph.inputs] == ["first", "others_0", "others_1"]
+    assert [dims(v) for v in model.graph.inputs] == [("batch", 3)] * 3
+
+
 def test_the_export_is_a_copy_and_frozen_parameters_are_listed() -> None:
     module = mlp()
     module[0].weight.requires_grad = False
