@@ -29,6 +29,7 @@ from graphc.backends.onnxruntime.kernels import bind_nonfinite_count, convolutio
 from graphc.backends.onnxruntime.kernels.panels import parts_of_product  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
 from tests.backends.onnxruntime.node_cases import compare, native, reference, single_node  # noqa: E402
+from tests.tiers import params  # noqa: E402
 
 rng = np.random.default_rng(7)
 
@@ -334,7 +335,7 @@ print(worst < 1e-5, worst)
 
 
 @pytest.mark.full  # processes that compile
-@pytest.mark.parametrize("lanes", [4, 16])
+@pytest.mark.parametrize("lanes", params([4, 16], large=[4]))
 def test_products_in_panels_with_vectors_of_other_processors(
     lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,7 +346,7 @@ def test_products_in_panels_with_vectors_of_other_processors(
 
 
 @pytest.mark.full  # processes that compile
-@pytest.mark.parametrize("lanes", [4, 16])
+@pytest.mark.parametrize("lanes", params([4, 16], large=[4]))
 def test_attention_with_vectors_of_other_processors(lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
     tests = f"{__file__}::test_attention_against_pytorch"
