@@ -23,7 +23,7 @@ from graphc.ir import DOMAIN
 from graphc.ir.bound_inputs import bind_inputs
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
-from graphc.ir.facts import describe_value
+from graphc.ir.facts import describe_value, is_float
 from graphc.ir.names import DETERMINISTIC, GRADIENT_OF, MESH, RESERVED, SCHEDULE
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.updates import trains
@@ -307,6 +307,7 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
         raise UsageError("the pipeline leaves nothing to train: it has no 'optimizer' pass")
     if kept.mesh is not None and kept.mesh.pipe > 1 and SCHEDULE not in working.metadata_props:
         raise UsageError(f"the mesh {kept.mesh} needs stages, and the passes have neither 'pipe_stages' nor 'place'")
+    frontends.hold(original, {name for name, value in working.graph.initializers.items() if is_float(value)})
     text = ",".join(str(s) for s in (*split.own, *split.rest))
     return Program(working, evaluation, original, changed, kept, text, ctx.log, tuple(split.own))
 

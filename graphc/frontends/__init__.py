@@ -8,12 +8,12 @@ import onnx_ir as ir
 
 from graphc.errors import UsageError
 from graphc.frontends import onnx as _onnx
-from graphc.frontends.onnx import TEXT, files_of, save, write_back
+from graphc.frontends.onnx import TEXT, files_of, hold, save, write_back
 from graphc.frontends.requantize import quantized_parameters
 from graphc.frontends.writing import save_text
 from graphc.options import ReadOptions
 
-__all__ = ["TEXT", "export", "files_of", "frozen", "load", "quantized_parameters", "save", "save_text", "write_back"]
+__all__ = ["TEXT", "export", "files_of", "frozen", "hold", "load", "quantized_parameters", "save", "save_text", "write_back"]
 
 
 def load(source: Any, *, example_inputs: Any = None, reading: ReadOptions | None = None) -> ir.Model:

@@ -244,6 +244,16 @@ def _put_back(model: ir.Model, proto: onnx.ModelProto, apart: Mapping[int, ir.Te
             value.const_value = tensor
 
 
+def hold(model: ir.Model, apart: Collection[str]) -> None:
+    """Take the initializers of ``model`` that stay in its file into memory, but for those whose names are in ``apart``.
+
+    To write those back takes their new values alone; so nothing of the file is needed any more.
+    """
+    for name, value in model.graph.initializers.items():
+        if isinstance(value.const_value, wire.FileTensor) and name not in apart:
+            value.const_value.hold()
+
+
 # Giving trained weights back ------------------------------------------------------------------------------------------
 
 
@@ -398,4 +408,4 @@ def to_inference(node: ir.Node) -> None:
         node.resize_outputs(1)
 
 
-__all__ = ["Source", "atomic_write", "files_of", "load", "save", "to_inference", "write_back"]
+__all__ = ["Source", "atomic_write", "files_of", "hold", "load", "save", "to_inference", "write_back"]

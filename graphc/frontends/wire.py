@@ -95,10 +95,10 @@ def tensors(
     if file is None or sum(stop - start for start, stop in spans.values()) < MANY:
         view = memoryview(data)
         return {k: _held(_array(view[start:stop], like[k]), *_described(like[k])) for k, (start, stop) in spans.items()}
-    return {k: _FileTensor(file, span, like[k]) for k, span in spans.items()}
+    return {k: FileTensor(file, span, like[k]) for k, span in spans.items()}
 
 
-class _FileTensor(ir.LazyTensor):
+class FileTensor(ir.LazyTensor):
     """A tensor that is read whenever somebody asks for it; a copy that leaves the process takes its elements along."""
 
     def __init__(self, file: OpenFile, span: Span, like: ir.TensorProtocol) -> None:
@@ -114,11 +114,16 @@ class _FileTensor(ir.LazyTensor):
             return _held(array, dtype, name, doc_string, properties)
 
         super().__init__(read, dtype, shape, name=name, doc_string=doc_string, metadata_props=properties)
+        self._kept: np.ndarray | None = None
+
+    def hold(self) -> None:
+        """Keep the elements in memory from now on, for all models that share the tensor."""
+        self._kept = self.numpy()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _held, (self.numpy(), *_described(self))
 
-    def __deepcopy__(self, memo: Any) -> _FileTensor:
+    def __deepcopy__(self, memo: Any) -> FileTensor:
         return self  # nothing of it changes
 
 

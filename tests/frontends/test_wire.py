@@ -15,6 +15,7 @@ import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+import graphc
 from graphc import frontends
 from graphc.errors import ModelError
 from graphc.frontends import wire
@@ -182,3 +183,31 @@ def test_files_are_closed_when_their_models_are_gone(tmp_path: Path) -> None:
         frontends.load(tmp_path / "m.onnx")
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_export_needs_nothing_of_a_file_that_has_been_overwritten(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    held = {
+        "first": rng.standard_normal((300, 512)).astype(np.float32) / 16,
+        "second": rng.standard_normal((512, 2100)).astype(np.float32) / 16,
+        "ids": np.arange(2100) % 7,
+    }
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    g (float[n,300] x) => (float[n,2100] y) {
+        h = MatMul(x, first)  z = MatMul(h, second)  shift = Cast<to: int = 1>(ids)  y = Add(z, shift)
+    }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in held.items())
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    program = graphc.compile(path, loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1), freeze=["second"])
+    x, label = rng.standard_normal((4, 300)).astype(np.float32), np.zeros((4, 2100), np.float32)
+    with graphc.Trainer(program, threads=1) as trainer:
+        trainer.step({"x": x, "label": label})
+        with path.open("r+b") as file:
+            file.truncate(10)
+        trainer.export(tmp_path / "trained.onnx")
+    written = {t.name: numpy_helper.to_array(t) for t in onnx.load(tmp_path / "trained.onnx").graph.initializer}
+    assert not np.array_equal(written["first"], held["first"])
+    for name in ("second", "ids"):
+        np.testing.assert_array_equal(written[name], held[name])
