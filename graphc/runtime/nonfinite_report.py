@@ -15,8 +15,9 @@ from graphc.distributed.communicator import Communicator
 from graphc.distributed.host_staged import StagedCommunicator
 from graphc.errors import DeviceError, DeviceMemoryError, NonFiniteError
 from graphc.ir.declare import is_update
-from graphc.ir.facts import constant, is_float, static_dims
+from graphc.ir.facts import constant, inputs_of, is_float, static_dims
 from graphc.ir.ops.losses import label_checks
+from graphc.ir.subgraphs import captured
 from graphc.plan.segment_model import segment_model
 from graphc.plan.specialise import prepare
 from graphc.plan.steps import PlanStep
@@ -39,11 +40,9 @@ def first_nonfinite(
     graph = prepare(model, shapes).graph
     nodes = [n for n in graph if not is_update(n) and n.op_type != "Constant"]
     made = {out for n in nodes for out in n.outputs}
-    nodes = [
-        n for n in nodes if all(v is None or v in made or v.producer() is None or constant(v) is not None for v in n.inputs)
-    ]
+    nodes = [n for n in nodes if all(v in made or v.producer() is None or constant(v) is not None for v in _operands(n))]
     made = {out for n in nodes for out in n.outputs}
-    reads = list(dict.fromkeys(v for n in nodes for v in n.inputs if v is not None and v not in made and constant(v) is None))
+    reads = list(dict.fromkeys(v for n in nodes for v in _operands(n) if v not in made and constant(v) is None))
     step = PlanStep(
         "segment",
         "replay",
@@ -60,6 +59,10 @@ def first_nonfinite(
             return _replay(step, {name: memory.fetch(array) for name, array in sources.items()}, host)
         finally:
             host.close()
+
+
+def _operands(node: ir.Node) -> list[ir.Value]:
+    return [*inputs_of(node), *captured(node)]
 
 
 def explain(

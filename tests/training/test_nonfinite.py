@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
 import graphc
 from graphc.cli import main
 from graphc.distributed.threads import run_threads
-from graphc.errors import UsageError
+from graphc.errors import NonFiniteError, UsageError
 from tests.training import small
 
 pytestmark = pytest.mark.full
@@ -81,3 +82,21 @@ def test_command_line_reports_skipped_steps(tmp_path: Path, capfd: pytest.Captur
 def test_unknown_mode() -> None:
     with pytest.raises(UsageError, match="it is stop or skip"):
         small.compiled(nonfinite="ignore")
+
+
+def test_a_nan_out_of_a_body_that_reads_a_feed_is_named() -> None:
+    text = """<ir_version: 10, opset_import: ["": 21]>
+    g (float[n,4] x, float[n,4] z, int64 count, bool go) => (float[n,4] y) {
+        h = Mul(x, w)
+        s = Loop(count, go, h) <body = b (int64 i, bool c, float[n,4] before) => (bool d, float[n,4] after) {
+            d = Identity(c)  l = Log(z)  after = Add(before, l)
+        }>
+        y = Add(h, s)
+    }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(4, np.float32), "w"))
+    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
+    ones = np.ones((2, 4), np.float32)
+    feeds = {"x": ones, "z": -ones, "count": np.array(3), "go": np.array(True), "label": ones}
+    with graphc.Trainer(program, threads=1) as trainer, pytest.raises(NonFiniteError, match="first in tensor 's'"):
+        trainer.step(feeds)
