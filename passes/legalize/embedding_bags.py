@@ -4,8 +4,9 @@
     after   bag = CumSum(marks at offsets) - 1;  y = GatherGrad(rows, bag)        # adds each row to its bag
             y = ReduceSum(Reshape(rows, [bags, length, width]), axis 1)           # where all bags have one length
 
-PyTorch's exporter writes the Loop, with a sequence that grows by a bag in each iteration, and records what it stands for
-(``aten.embedding_bag``). Other loops stay, that of ``padding_idx`` among them, which leaves rows out.
+PyTorch's exporters write the Loop: the newer one with a sequence that grows by a bag in each iteration, and a record of what it
+stands for (``aten.embedding_bag``); the older one with a bag as scan output. Other loops stay, that of ``padding_idx`` among
+them, which leaves rows out. An empty bag is 0, as in PyTorch; the older exporter's mean of one would be NaN.
 """
 
 from __future__ import annotations
@@ -32,20 +33,75 @@ class _Bags:
 
 
 def compute_bags_at_once(graph: ir.Graph) -> None:
-    """Replace the Loops of ``graph`` that the exporter wrote for EmbeddingBag."""
-    for node in [n for n in graph if n.op_type == "Loop" and n.domain == "" and stands_for(n, "embedding_bag")]:
-        joins = [user for out in node.outputs for user in out.consumers()]
-        bags = _bags(node)
-        if bags is None or len(joins) != 1 or joins[0].op_type != "ConcatFromSequence":
+    """Replace the Loops of ``graph`` that PyTorch's exporters wrote for EmbeddingBag."""
+    for node in [n for n in graph if n.op_type == "Loop" and n.domain == ""]:
+        op = Builder(graph, before=node, scope=node.name or "EmbeddingBag")
+        bags, old = (_bags(node), _joined(node)) if stands_for(node, "embedding_bag") else (_scanned(op, node), node.outputs[0])
+        if bags is None or old is None:
             continue
-        if any(joins[0].attributes.get_int(name, 0) for name in ("axis", "new_axis")):
-            continue
-        (old,) = joins[0].outputs
-        op = Builder(graph, before=joins[0], scope=node.name or "EmbeddingBag")
         made = op.Identity(_of_one_length(op, bags) or _of_any_length(op, bags))
         name, old.name = old.name, op.unique(f"{old.name}.replaced", value=True)
         old.replace_all_uses_with(made, replace_graph_outputs=True)
         made.name = name
+
+
+def _joined(loop: ir.Node) -> ir.Value | None:
+    """The rows of the sequence that a Loop makes, which one node joins."""
+    joins = [user for out in loop.outputs for user in out.consumers()]
+    if len(joins) != 1 or joins[0].op_type != "ConcatFromSequence":
+        return None
+    return None if any(joins[0].attributes.get_int(name, 0) for name in ("axis", "new_axis")) else joins[0].outputs[0]
+
+
+def _scanned(op: Builder, loop: ir.Node) -> _Bags | None:
+    """Bags as the scan output of a Loop over ``Reduce(Gather(table, Slice(indices, starts[b], ends[b])))``; emits the rows."""
+    body = loop.attributes["body"].as_graph()
+    if len(loop.inputs) != 2 or len(body.outputs) != 2 or not _is_count_of(loop.inputs[0], body):
+        return None
+    reduce = _maker(body.outputs[1], "ReduceSum", "ReduceMean", "ReduceMax")
+    gather = _maker(reduce.inputs[0], "Gather") if reduce is not None and _takes_away_rows(reduce) else None
+    part = _maker(gather.inputs[1], "Slice") if gather is not None and not gather.attributes.get_int("axis", 0) else None
+    if reduce is None or gather is None or part is None or len(part.inputs) != 4:
+        return None
+    axes, (starts, ends) = constant(part.inputs[3]), (_table_of(part.inputs[k], body) for k in (1, 2))
+    table, indices = gather.inputs[0], part.inputs[0]
+    rest = _maker(ends, "Slice")
+    if axes is None or axes.tolist() != [0] or starts is None or rest is None or rest.inputs[0] is not starts:
+        return None
+    first = constant(rest.inputs[1])
+    outer = all(v is not None and (v.producer() is None or v.producer().graph is not body) for v in (table, indices))
+    if not outer or first is None or first.tolist() != [1] or table is None or len(dims(table) or ()) != 2:
+        return None
+    mode = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}[reduce.op_type]
+    return _Bags(op.Gather(table, indices, axis=0), starts, mode)
+
+
+def _maker(value: ir.Value | None, *ops: str) -> ir.Node | None:
+    producer = value.producer() if value is not None else None
+    return producer if producer is not None and producer.op_type in ops and not producer.domain else None
+
+
+def _takes_away_rows(reduce: ir.Node) -> bool:
+    axes = constant(reduce.inputs[1]) if len(reduce.inputs) > 1 else None
+    return axes is not None and axes.tolist() == [0] and reduce.attributes.get_int("keepdims", 1) == 0
+
+
+def _table_of(value: ir.Value | None, body: ir.Graph) -> ir.Value | None:
+    """The vector of which each iteration takes its element."""
+    found = _maker(value, "Unsqueeze", "Reshape")
+    gather = _maker(found.inputs[0], "Gather") if found is not None else None
+    return gather.inputs[0] if gather is not None and gather.inputs[1] is body.inputs[0] else None
+
+
+def _is_count_of(count: ir.Value | None, body: ir.Graph) -> bool:
+    """Whether a Loop has an iteration for every element of some vector that its body takes one of."""
+    vectors = [n.inputs[0] for n in body if n.op_type == "Gather" and n.inputs[1] is body.inputs[0]]
+    known = constant(count)
+    if known is not None:
+        return any(dims(v) == (int(known.reshape(-1)[0]),) for v in vectors)
+    taken = _maker(count, "Gather", "Squeeze", "Reshape")
+    shape = _maker(taken.inputs[0], "Shape") if taken is not None else None
+    return shape is not None and shape.inputs[0] in vectors
 
 
 def _bags(loop: ir.Node) -> _Bags | None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import graphc
+from graphc.frontends.torch import export
 
 pytestmark = pytest.mark.full  # each case is exported
 
@@ -29,20 +30,20 @@ OFFSETS = [0, 5, 5, 11, 20, 33, 40]
 """Of 40 indices: the second bag is empty, and so is the last one."""
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [("matrix", "sum"), ("matrix", "mean"), ("matrix", "max"), ("offsets", "sum"), ("last offset", "mean"), ("offsets", "max")],
 )
-def test_bags_train_as_in_pytorch_without_a_loop(kind: str, mode: str) -> None:
+def test_bags_train_as_in_pytorch_without_a_loop(kind: str, mode: str, exporter: str) -> None:
     torch.manual_seed(0)
     if kind == "matrix":
         module, inputs = OfMatrix(mode), (torch.randint(0, 50, (7, 6)),)
     else:
         module, inputs = OfOffsets(mode, kind == "last offset"), (torch.randint(0, 50, (40,)), torch.tensor(OFFSETS))
     label = torch.randint(0, 5, (6 if kind == "last offset" else 7,))
-    program = graphc.compile(
-        module, example_inputs=inputs, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.5)
-    )
+    model = export(module, inputs, exporter=exporter)
+    program = graphc.compile(model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.5))
     ops = {node.op_type for node in program.model.graph}
     assert not ops & {"Loop", "Scan"}
     assert ("CumSum" in ops) == (kind != "matrix")
