@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.exporter_records import stands_for
-from graphc.ir.facts import constant, dims, dtype_of, inputs_of, is_float, producer_of
+from graphc.ir.facts import constant, dims, dtype_of, input_of, inputs_of, is_float, producer_of
 from graphc.ir.symbolic_dims import product
 
 
@@ -69,8 +69,9 @@ def _scanned(op: Builder, loop: ir.Node) -> _Bags | None:
     if axes is None or axes.tolist() != [0] or starts is None or rest is None or rest.inputs[0] is not starts:
         return None
     first = constant(rest.inputs[1])
-    outer = all(v is not None and (v.producer() is None or v.producer().graph is not body) for v in (table, indices))
-    if not outer or first is None or first.tolist() != [1] or table is None or len(dims(table) or ()) != 2:
+    if first is None or first.tolist() != [1] or not _is_outside(indices, body):
+        return None
+    if table is None or not _is_outside(table, body) or len(dims(table) or ()) != 2:
         return None
     mode = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}[reduce.op_type]
     return _Bags(op.Gather(table, indices, axis=0), starts, mode)
@@ -79,6 +80,11 @@ def _scanned(op: Builder, loop: ir.Node) -> _Bags | None:
 def _maker(value: ir.Value | None, *ops: str) -> ir.Node | None:
     producer = value.producer() if value is not None else None
     return producer if producer is not None and producer.op_type in ops and not producer.domain else None
+
+
+def _is_outside(value: ir.Value | None, body: ir.Graph) -> bool:
+    producer = value.producer() if value is not None else None
+    return value is not None and (producer is None or producer.graph is not body) and value not in body.inputs
 
 
 def _takes_away_rows(reduce: ir.Node) -> bool:
@@ -95,7 +101,7 @@ def _table_of(value: ir.Value | None, body: ir.Graph) -> ir.Value | None:
 
 def _is_count_of(count: ir.Value | None, body: ir.Graph) -> bool:
     """Whether a Loop has an iteration for every element of some vector that its body takes one of."""
-    vectors = [n.inputs[0] for n in body if n.op_type == "Gather" and n.inputs[1] is body.inputs[0]]
+    vectors = [input_of(n) for n in body if n.op_type == "Gather" and n.inputs[1] is body.inputs[0]]
     known = constant(count)
     if known is not None:
         return any(dims(v) == (int(known.reshape(-1)[0]),) for v in vectors)
