@@ -22,7 +22,7 @@ from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import FusedKernel
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.op_kernels import ARITHMETIC, is_expression, op_kernel
-from graphc.backends.fusion.rules import normalisation
+from graphc.backends.fusion.rules import normalisation, signals
 from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.backends.host.compiler import HostKernel, compiler
 from graphc.backends.host.generator import HostGenerator
@@ -37,6 +37,9 @@ from graphc.ir.subgraphs import CONTROL
 
 LEAST = 1 << 13
 """Elements from which arithmetic pays for a kernel: below, a step saves microseconds."""
+
+TRANSFORM = 512
+"""Length up to which a Fourier transform is a product; twice that where it is no power of two, at which onnxruntime is slow."""
 
 ELEMENTS = frozenset({"Cast", "CastLike", "graphc::GeluGrad"})
 """Ops with code of their own that are compiled. The others read at indices from data, which another runtime checks."""
@@ -237,9 +240,17 @@ def _has_many_pieces(node: ir.Node) -> bool:
 
 
 def _is_composite(node: ir.Node) -> bool:
-    """Whether a node is taken apart into arithmetic and reductions: norms, softmax and the like."""
+    """Whether a node is taken apart into arithmetic and reductions: norms, softmax and the like; short Fourier transforms."""
     rule = op_kernel(node).decomposition
-    return rule is not None and rule.__module__ == normalisation.__name__
+    if rule is None:
+        return False
+    return rule.__module__ == normalisation.__name__ or (rule.__module__ == signals.__name__ and _is_short_transform(node))
+
+
+def _is_short_transform(node: ir.Node) -> bool:
+    """Whether a Fourier transform takes longer in onnxruntime than products with matrices of sines and cosines."""
+    length = signals.length_of(node)
+    return 0 < length <= (TRANSFORM if length & (length - 1) == 0 else 2 * TRANSFORM)
 
 
 def _inside(kernel: FusedKernel, in_memory: Callable[[ir.Value], bool]) -> Iterator[ir.Node]:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.backends.fusion.rules.table import operand, optional, rule
 from graphc.backends.fusion.views import integers
 from graphc.ir.builder import Builder
-from graphc.ir.facts import shape_of
+from graphc.ir.facts import shape_of, static_dims
 
 LONGEST = 8192
 """Length up to which a transform is a product, which costs length² operations."""
@@ -44,6 +44,18 @@ def fourier_transform(op: Builder, node: ir.Node) -> Sequence[Any] | None:
     if result[-1] == 1:
         return [op.Unsqueeze(first, [-1])]
     return [op.Concat(op.Unsqueeze(first, [-1]), op.Unsqueeze(second, [-1]), axis=-1)]
+
+
+def length_of(node: ir.Node) -> int:
+    """The length of a transform, or the longer one of operand and result; 0 where it is not known before a run."""
+    if any(v is not None and static_dims(v) is None for v in (*node.inputs, *node.outputs)):
+        return 0
+    if node.op_type == "DFT":
+        axis = integers(node, 2) if optional(node, 2) is not None else [-2]
+        return 0 if axis is None else max(shape_of(v)[axis[0]] for v in (node.inputs[0], node.outputs[0]))
+    length = integers(node, 3) if optional(node, 3) is not None else None
+    window = optional(node, 2)
+    return length[0] if length is not None else 0 if window is None else shape_of(window)[0]
 
 
 @rule("STFT")

@@ -402,3 +402,42 @@ def test_equal_segments_share_kernels_and_name_their_own_nodes(nodes: str, value
     x, y = np.random.default_rng(0).standard_normal((3000, 4)).astype(np.float32), np.zeros((2, 4), np.float32)
     backend.bind_segment(model, {f"{values}x": x}, {f"{values}y": y})()
     np.testing.assert_array_equal(y, 2 * x[[1, 2999]])
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "inverse", "one_sided"),
+    [(64, 1, 0, 1), (400, 1, 0, 1), (480, 2, 0, 0), (96, 2, 1, 0), (512, 1, 0, 0)],
+)
+def test_a_short_fourier_transform_is_products(length: int, parts: int, inverse: int, one_sided: int, backend: Backend) -> None:
+    kept = length // 2 + 1 if one_sided else length
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> g (float[200,{length},{parts}] x) => (float[200,{kept},2] y) '
+        f"{{ axis = Constant<value = int64 {{1}}>() "
+        f"s = DFT<onesided = {one_sided}, inverse = {inverse}>(x, , axis) y = Mul(s, s) }}"
+    )
+    model.graph.node[1].name = "transform"
+    x = np.random.default_rng(0).standard_normal((200, length, parts)).astype(np.float32)
+    y = np.zeros((200, kept, 2), np.float32)
+    backend.bind_segment(model, {"x": x}, {"y": y})()
+    given = x[..., 0] + 1j * x[..., 1] if parts == 2 else x[..., 0]
+    found = np.fft.rfft(given) if one_sided else (np.fft.ifft if inverse else np.fft.fft)(given)
+    wanted = np.stack([found.real**2, found.imag**2], -1)
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=2e-6 * wanted.max())
+    assert any(part.runs == "kernel" and "transform" in part.nodes for part in backend.segment_parts(model))
+
+
+def test_a_short_time_fourier_transform_is_products(backend: Backend) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]> g (float[4,8000,1] x, float[400] w) => (float[4,48,201,2] y) {
+            step = Constant<value = int64 {160}>() length = Constant<value = int64 {400}>()
+            s = STFT<onesided = 1>(x, step, w, length) y = Mul(s, s) }"""
+    )
+    model.graph.node[2].name = "transform"
+    x, w = np.random.default_rng(0).standard_normal((4, 8000, 1)).astype(np.float32), np.hanning(400).astype(np.float32)
+    y = np.zeros((4, 48, 201, 2), np.float32)
+    backend.bind_segment(model, {"x": x, "w": w}, {"y": y})()
+    frames = np.stack([x[:, k : k + 400, 0] * w for k in range(0, 7601, 160)], 1)
+    found = np.fft.rfft(frames)
+    wanted = np.stack([found.real**2, found.imag**2], -1)
+    np.testing.assert_allclose(y, wanted, rtol=0, atol=2e-6 * wanted.max())
+    assert any(part.runs == "kernel" and "transform" in part.nodes for part in backend.segment_parts(model))
