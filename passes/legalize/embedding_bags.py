@@ -135,20 +135,28 @@ def _bags(loop: ir.Node) -> _Bags | None:
 
 def _of_one_length(op: Builder, bags: _Bags) -> ir.Value | None:
     """The bags of ``arange(0, N, length)``, which PyTorch makes of a matrix of indices."""
-    join = bags.offsets.producer()
-    starts = join.inputs[0] if join is not None and join.op_type == "Concat" and len(join.inputs) == 2 else None
-    maker = starts.producer() if starts is not None else None
-    if starts is None or maker is None or maker.op_type != "Range":
+    length = _common_length(bags)
+    if length is None:
         return None
-    first, length = (constant(maker.inputs[k]) for k in (0, 2))
-    (count,), (total, _) = dims(starts) or (None,), dims(bags.rows) or (None, None)
-    if first is None or int(first) != 0 or length is None or int(length) < 1 or count is None:
-        return None
-    if product((count, int(length))) != total:
-        return None
-    apart = op.Reshape(bags.rows, op.Concat(op.const([-1, int(length)]), op.Shape(bags.rows, start=1), axis=0))
+    apart = op.Reshape(bags.rows, op.Concat(op.const([-1, length]), op.Shape(bags.rows, start=1), axis=0))
     reduce = {"sum": op.ReduceSum, "mean": op.ReduceMean, "max": op.ReduceMax}[bags.mode]
     return reduce(apart, [1], keepdims=0)  # type: ignore[no-any-return]
+
+
+def _common_length(bags: _Bags) -> int | None:
+    total, known = (dims(bags.rows) or (None,))[0], constant(bags.offsets)
+    if known is not None:
+        lengths = set(np.diff(known).tolist())
+        return min(lengths) if len(lengths) == 1 and min(lengths) > 0 and known[0] == 0 and known[-1] == total else None
+    join = bags.offsets.producer()
+    starts = join.inputs[0] if join is not None and join.op_type == "Concat" and len(join.inputs) == 2 else None
+    made = _maker(starts, "Range")
+    if starts is None or made is None:
+        return None
+    first, length, count = constant(made.inputs[0]), constant(made.inputs[2]), (dims(starts) or (None,))[0]
+    if first is None or int(first) != 0 or length is None or int(length) < 1 or count is None:
+        return None
+    return int(length) if product((count, int(length))) == total else None
 
 
 def _of_any_length(op: Builder, bags: _Bags) -> Any:
