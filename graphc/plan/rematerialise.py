@@ -65,6 +65,7 @@ class _Rematerialisation:
                 else:
                     self._changed[root] = min(self._changed.get(root, k), k)
         self._again: dict[tuple[ir.Value, int], ir.Value] = {}
+        self._copies: set[ir.Node] = set()  # which a segment begins with
 
     def spare(self, node: ir.Node, home: int) -> None:
         """Repeat a node wherever other steps read its result, if all of them can do it; then nobody stores that."""
@@ -131,6 +132,7 @@ class _Rematerialisation:
 
     def _repeat(self, chain: Sequence[ir.Node], step: int) -> None:
         nodes = self._steps[step].nodes
+        start = next(k for k, node in enumerate(nodes) if node not in self._copies)
         copies = []
         for node in chain:
             (old,), name = node.outputs, f"{node.name or node.op_type}/again/{step}"
@@ -142,8 +144,9 @@ class _Rematerialisation:
                 self._reads.setdefault(self._views.get(value, value), set()).add(step)
             self._again[old, step], self._home[copy] = new, step
             copies.append(copy)
-        self._graph.insert_before(nodes[0], copies)
-        nodes[:0] = copies
+        self._graph.insert_before(nodes[start], copies)
+        nodes[start:start] = copies
+        self._copies.update(copies)
 
     def _is_repeatable(self, node: ir.Node) -> bool:
         view = node.op_type in VIEWS and not node.domain

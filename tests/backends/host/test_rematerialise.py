@@ -78,3 +78,11 @@ def test_what_would_cost_more_is_stored(rest: str, arithmetic: str) -> None:
 def test_little_memory_is_not_worth_it() -> None:
     plan = plan_of(model_of("p = Mul(y, c)  z = Sub(p, n)"), rows=4)
     assert segments(plan) == [FIRST, ["Mul", "Sub"]]
+
+
+def test_what_follows_from_a_repeated_value_is_repeated_behind_it() -> None:
+    model = model_of("p = Mul(y, c)  q = Sub(p, a)  z = Sub(q, n)")
+    assert segments(plan_of(model)) == [FIRST, ["Mul", "Add", "Mul", "Sub", "Sub"]]
+    x = np.random.default_rng(1).standard_normal((64, 512)).astype(np.float32)
+    found, expected = (run_model(model, {"x": x}, backend=b)["z"] for b in ("onnxruntime", "numpy"))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
