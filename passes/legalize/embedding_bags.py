@@ -58,6 +58,8 @@ def _scanned(op: Builder, loop: ir.Node) -> _Bags | None:
     body = loop.attributes["body"].as_graph()
     if len(loop.inputs) != 2 or len(body.outputs) != 2 or not _is_count_of(loop.inputs[0], body):
         return None
+    if not (loop.inputs[1] is None or _holds(loop.inputs[1])) or not _holds(body.outputs[0]):
+        return None  # it may end earlier
     reduce = _maker(body.outputs[1], "ReduceSum", "ReduceMean", "ReduceMax")
     gather = _maker(reduce.inputs[0], "Gather") if reduce is not None and _takes_away_rows(reduce) else None
     part = _maker(gather.inputs[1], "Slice") if gather is not None and not gather.attributes.get_int("axis", 0) else None
@@ -68,8 +70,7 @@ def _scanned(op: Builder, loop: ir.Node) -> _Bags | None:
     rest = _maker(ends, "Slice")
     if axes is None or axes.tolist() != [0] or starts is None or rest is None or rest.inputs[0] is not starts:
         return None
-    first = constant(rest.inputs[1])
-    if first is None or first.tolist() != [1] or not _is_outside(indices, body):
+    if not _is_all_but_the_first(rest) or not _is_outside(indices, body):
         return None
     if table is None or not _is_outside(table, body) or len(dims(table) or ()) != 2:
         return None
@@ -80,6 +81,21 @@ def _scanned(op: Builder, loop: ir.Node) -> _Bags | None:
 def _maker(value: ir.Value | None, *ops: str) -> ir.Node | None:
     producer = value.producer() if value is not None else None
     return producer if producer is not None and producer.op_type in ops and not producer.domain else None
+
+
+def _holds(value: ir.Value) -> bool:
+    """Whether a condition is always true."""
+    cast = _maker(value, "Cast", "Identity")
+    known = constant(value if cast is None else cast.inputs[0])
+    return known is not None and bool(known.all())
+
+
+def _is_all_but_the_first(part: ir.Node) -> bool:
+    """Whether a Slice takes a vector from its second element to its end."""
+    first, last, _, step = (None if v is None else constant(v) for v in (*part.inputs, None, None)[1:5])
+    to_the_end = last is not None and int(last.reshape(-1)[0]) >= np.iinfo(np.int32).max
+    one_by_one = len(part.inputs) < 5 or (step is not None and step.tolist() == [1])
+    return first is not None and first.tolist() == [1] and to_the_end and one_by_one
 
 
 def _is_outside(value: ir.Value | None, body: ir.Graph) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
 
 import graphc
 from graphc.frontends.torch import export
+from graphc.pipeline import PassCall, run
 
 pytestmark = pytest.mark.full  # each case is exported
 
@@ -56,3 +60,15 @@ def test_bags_train_as_in_pytorch_without_a_loop(kind: str, mode: str, exporter:
             loss.backward()
             optimizer.step()
             assert trainer.step(feeds)["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_loop_that_may_end_earlier_stays() -> None:
+    model = ir.to_proto(export(OfMatrix("sum"), (torch.randint(0, 50, (7, 6)),), exporter="torchscript"))
+    (loop,) = (node for node in model.graph.node if node.op_type == "Loop")
+    (body,) = (attribute.g for attribute in loop.attribute if attribute.name == "body")
+    (going,) = (node for node in body.node if node.output[0] == body.output[0].name)
+    going.CopyFrom(onnx.helper.make_node("Less", [body.input[0].name, "two"], [body.output[0].name]))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(2), "two"))
+    changed = ir.from_proto(model)
+    run(changed, [PassCall("legalize")])
+    assert "Loop" in {node.op_type for node in changed.graph}
