@@ -55,15 +55,14 @@ class _Rematerialisation:
         self._results = set(graph.outputs)
         self._apart = {*graph.outputs, *views, *views.values()}  # results, and what several names stand for
         self._home = {node: k for k, step in enumerate(steps) for node in step.nodes}
-        self._reads: dict[ir.Value, set[int]] = {}  # stored value → the segments and kernels that read it
+        self._names: dict[ir.Value, list[ir.Value]] = {}  # stored value → its views
+        for view, root in views.items():
+            self._names.setdefault(root, []).append(view)
         self._changed: dict[ir.Value, int] = {}  # state → the first step that may overwrite it
         for node, k in self._home.items():
-            for value in inputs_of(node):
+            for value in inputs_of(node) if steps[k].kind not in ("segment", "kernel") else ():
                 root = views.get(value, value)
-                if steps[k].kind in ("segment", "kernel"):
-                    self._reads.setdefault(root, set()).add(k)
-                else:
-                    self._changed[root] = min(self._changed.get(root, k), k)
+                self._changed[root] = min(self._changed.get(root, k), k)
         self._again: dict[tuple[ir.Value, int], ir.Value] = {}
         self._copies: set[ir.Node] = set()  # which a segment begins with
 
@@ -84,7 +83,6 @@ class _Rematerialisation:
             for index, operand in enumerate(user.inputs):
                 if operand is value and step != home:
                     user.replace_input_with(index, self._again[value, step])
-        self._reads[value] = {home}
         self._remove_unread(node)
 
     def _remove_unread(self, node: ir.Node) -> None:
@@ -115,7 +113,7 @@ class _Rematerialisation:
                     continue
                 root = self._views.get(value, value)
                 if self._is_stored(root, step):
-                    if step not in self._reads.get(root, ()) and known_nbytes(root) >= LEAST:
+                    if step not in self._reads(root) and known_nbytes(root) >= LEAST:
                         fresh.add(root)
                 elif (producer := value.producer()) is None or producer not in self._home or not visit(producer):
                     return False
@@ -128,7 +126,13 @@ class _Rematerialisation:
         """Whether a value is in memory until ``step`` in any case."""
         if root.is_initializer():
             return self._changed.get(root, len(self._steps)) > step
-        return max(self._reads.get(root, ()), default=-1) >= step
+        return max(self._reads(root), default=-1) >= step
+
+    def _reads(self, root: ir.Value) -> set[int]:
+        """The segments and kernels that read a stored value or a view of it."""
+        users = (user for value in (root, *self._names.get(root, ())) for user in value.consumers())
+        homes = {self._home[user] for user in users if user in self._home}
+        return {step for step in homes if self._steps[step].kind in ("segment", "kernel")}
 
     def _repeat(self, chain: Sequence[ir.Node], step: int) -> None:
         nodes = self._steps[step].nodes
@@ -140,8 +144,6 @@ class _Rematerialisation:
             copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=1, name=name)
             (new,) = copy.outputs
             new.name, new.type, new.shape = f"{old.name}/again/{step}", old.type, old.shape
-            for value in inputs_of(copy):
-                self._reads.setdefault(self._views.get(value, value), set()).add(step)
             self._again[old, step], self._home[copy] = new, step
             copies.append(copy)
         self._graph.insert_before(nodes[start], copies)
