@@ -7,8 +7,8 @@ or -1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -17,7 +17,7 @@ from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, jit, specialized
 from graphc.device import Array, Run
-from graphc.ir.facts import shape_of_result
+from graphc.ir.facts import required, shape_of_result, static_dims
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.pooling import averaging_matrix
 
@@ -177,59 +177,114 @@ def _max_pool_grad(
     return max_pool_grad
 
 
-@kernel("onnxruntime", "AveragePool", when=lambda node: have_spatial_axes(node, (0,), 1))
-def average_pool(k: Binding) -> Run:
-    """Means along one axis, a tap of all windows of a line at a time; onnxruntime is faster at two axes, and slower at one."""
-    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
-    window = Window.of(k.attributes, x.shape[2:])
-    shares = _shares(window, 0, x.shape[2], y.shape[2], bool(k.attributes.get("count_include_pad", 0)))
-    columns = _geometry(window, x.shape[2:], y.shape[2:])[1]
-    lines = (x.reshape(-1, x.shape[2]), columns, window.strides[0], shares, y.reshape(-1, y.shape[2]))
-    return k.pool.bind(_average_pool, lines, x.shape[0] * x.shape[1], max(1, 16384 // x.shape[2]))
+def _left(node: ir.Node, size: Sequence[int]) -> list[tuple[int | None, int, int]]:
+    """The axes of a pool's window that :func:`_folded` leaves; native loops need at most two."""
+    window = Window.of({name: attribute.value for name, attribute in node.attributes.items()}, tuple(size))
+    return _folded(window, size, size)
 
 
-@jit
-def _average_pool(x, columns, stride, shares, y, start, stop):
-    for line in range(start, stop):
-        means = y[line]
-        means[:] = 0.0
-        for j in range(columns.shape[0]):
-            shift, first, last = columns[j]
-            source, target = x[line, shift + first * stride :], means[first:last]
-            if stride == 1:
-                for q in range(target.size):
-                    target[q] += source[q]
-            else:
-                for q in range(target.size):
-                    target[q] += source[q * stride]
-        for q in range(means.size):
-            means[q] *= shares[q]
+def _folded(window: Window, size: Sequence[int], out: Sequence[int]) -> list[tuple[int | None, int, int]]:
+    """(axis of the window, elements of x, elements of y) of what is left as rows and columns of a plane.
+
+    A window passes over an axis along which it has one tap, step 1 and no padding. Such axes in front of all others belong
+    to the planes; neighbours of them are one axis, whose place in the window is None.
+    """
+    left: list[tuple[int | None, int, int]] = []
+    begin, end = window.padding
+    for axis, (before, after) in enumerate(zip(size, out, strict=True)):
+        if (window.kernel[axis], window.strides[axis], begin[axis], end[axis]) != (1, 1, 0, 0):
+            left.append((axis, before, after))
+        elif left and left[-1][0] is None:
+            left[-1] = (None, left[-1][1] * before, left[-1][2] * after)
+        elif left:
+            left.append((None, before, after))
+    return left
+
+
+def _averages(attributes: Mapping[str, Any], x: Array, y: Array) -> tuple[Array, Array, tuple[Any, ...]]:
+    """x and y as planes × height × width, and (rows, columns, stride, share of a row, share of a column) of the windows."""
+    window = Window.of(attributes, x.shape[2:])
+    left = _folded(window, x.shape[2:], y.shape[2:]) or [(None, 1, 1)]
+    begin, end = window.padding
+
+    def of(numbers: Sequence[int], otherwise: int) -> tuple[int, ...]:
+        return tuple(otherwise if axis is None else numbers[axis] for axis, _, _ in left)
+
+    window = Window(of(window.kernel, 1), of(window.strides, 1), of(window.dilations, 1), of(begin, 0), of(end, 0))
+    size, out = [n for _, n, _ in left], [n for _, _, n in left]
+    shares = [np.ones(1, dtype=np.float32)]
+    for axis in range(len(left)):
+        matrix = averaging_matrix(window, axis, bool(attributes.get("count_include_pad")), size[axis], out[axis])
+        shares.append(np.asarray(matrix.max(axis=1), dtype=np.float32))
+    geometry = (*_geometry(window, size, out), window.strides[-1], *shares[-2:])
+    planes = [array.reshape(-1, *[1, *lengths][-2:]) for array, lengths in ((x, size), (y, out))]
+    return planes[0], planes[1], geometry
 
 
 def _average_is_native(node: ir.Node) -> bool:
-    shape = shape_of_result(node.inputs[1])
-    known = shape is not None and all(isinstance(d, int) for d in shape.dims)
-    return known and have_spatial_axes(node, (0,), 2)
+    """Not along both axes of an image: onnxruntime has vectors there, and is three times as fast."""
+    if not have_spatial_axes(node, (0,), 3):
+        return False
+    size = required(static_dims(required(node.inputs[0])))[2:]
+    left = _left(node, size)
+    return len(left) <= 2 and (len(size) == 3 or len([axis for axis, _, _ in left if axis is not None]) <= 1)
 
 
-@kernel("onnxruntime", "graphc::AveragePoolGrad", when=_average_is_native)
+@kernel("onnxruntime", "AveragePool", when=_average_is_native)
+def average_pool(k: Binding) -> Run:
+    """Sums of the window's rows first, then of their columns: onnxruntime adds tap by tap of each window."""
+    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
+    source, target, geometry = _averages(k.attributes, x, y)
+    parts = max(1, min(k.pool.threads, target.shape[0] * target.shape[1], x.size // 16384))
+    lines: Array = np.zeros((parts, source.shape[2]), dtype=np.float32)
+    return k.pool.bind(_average_pool, (source, *geometry, target, lines), parts)
+
+
+@jit
+def _average_pool(x, rows, columns, stride, row_share, column_share, y, lines, start, stop):
+    parts, height = lines.shape[0], y.shape[1]
+    every = y.shape[0] * height
+    for part in range(start, stop):
+        line = lines[part]
+        for row in range(every * part // parts, every * (part + 1) // parts):
+            plane, r = row // height, row % height
+            line[:] = 0.0
+            for i in range(rows.shape[0]):
+                if rows[i, r] >= 0:
+                    source = x[plane, rows[i, r]]
+                    for w in range(line.size):
+                        line[w] += source[w]
+            means = y[plane, r]
+            means[:] = 0.0
+            for j in range(columns.shape[0]):
+                shift, first, last = columns[j]
+                taps, target = line[shift + first * stride :], means[first:last]
+                if stride == 1:
+                    for q in range(target.size):
+                        target[q] += taps[q]
+                else:
+                    for q in range(target.size):
+                        target[q] += taps[q * stride]
+            for q in range(means.size):
+                means[q] *= row_share[r] * column_share[q]
+
+
+def _average_grad_is_native(node: ir.Node) -> bool:
+    size = shape_of_result(node.inputs[1])
+    known = [] if size is None else [d for d in size.dims if isinstance(d, int)]
+    return (
+        have_spatial_axes(node, (0,), 3) and size is not None and len(known) == len(size) and len(_left(node, known[2:])) <= 2
+    )
+
+
+@kernel("onnxruntime", "graphc::AveragePoolGrad", when=_average_grad_is_native)
 def average_pool_grad(k: Binding) -> Run:
     """Each dy is divided equally over its window: along a line of memory first, which is then added to the window's rows."""
     (dy,), (dx,) = given(k.inputs, 1), given(k.outputs, 1)
-    window = Window.of(k.attributes, dx.shape[2:])
-    include_pad = bool(k.attributes["count_include_pad"])
-    shares = [_shares(window, a, dx.shape[2 + a], dy.shape[2 + a], include_pad) for a in range(dx.ndim - 2)]
-    if len(shares) == 1:
-        shares.insert(0, np.ones(1, dtype=np.float32))
-    geometry = _geometry(window, dx.shape[2:], dy.shape[2:])
-    parts = max(1, min(k.pool.threads, dx.shape[0] * dx.shape[1], dx.size // 16384))
-    lines: Array = np.zeros((parts, dx.shape[-1]), dtype=np.float32)
-    return k.pool.bind(_average_pool_grad, (_planes(dy), *geometry, window.strides[-1], *shares, _planes(dx), lines), parts)
-
-
-def _shares(window: Window, axis: int, size: int, out: int, include_pad: bool) -> Array:
-    """One over the number of taps that the average of each window counts along one axis."""
-    return np.asarray(averaging_matrix(window, axis, include_pad, size, out).max(axis=1), dtype=np.float32)
+    target, source, geometry = _averages(k.attributes, dx, dy)
+    parts = max(1, min(k.pool.threads, len(target), dx.size // 16384))
+    lines: Array = np.zeros((parts, target.shape[2]), dtype=np.float32)
+    return k.pool.bind(_average_pool_grad, (source, *geometry, target, lines), parts)
 
 
 @jit

@@ -144,8 +144,16 @@ CASES: Mapping[str, Sequence[Case]] = {
         for shape, axis in (((3, 7), 1), ((7, 3), 0), ((2, 5, 130), -2))
         for e, r in itertools.product((0, 1), (0, 1))
     ],
-    "AveragePool": [c(f(2, 3, 11), kernel_shape=[4], strides=[3], pads=[2, 3], ceil_mode=1), c(f(2, 3, 11), kernel_shape=[5])],
-    "graphc::AveragePoolGrad": [c(f(2, 3, 5, 7), i(2, 3, 9, 7), constants=(1,), **WINDOW)],
+    "AveragePool": [
+        c(f(2, 3, 11), kernel_shape=[4], strides=[3], pads=[2, 3], ceil_mode=1),
+        c(f(2, 3, 11), kernel_shape=[5]),
+        c(f(2, 3, 9, 7), kernel_shape=[3, 1], strides=[2, 1], pads=[1, 0, 1, 0]),
+        c(f(2, 1, 6, 3, 5), kernel_shape=[5, 1, 1], pads=[2, 0, 0, 2, 0, 0], strides=[1, 1, 1]),
+    ],
+    "graphc::AveragePoolGrad": [
+        c(f(2, 3, 5, 7), i(2, 3, 9, 7), constants=(1,), **WINDOW),
+        c(f(2, 1, 6, 3, 5), i(2, 1, 6, 3, 5), constants=(1,), kernel_shape=[5, 1, 1], pads=[2, 0, 0, 2, 0, 0]),
+    ],
     "graphc::DropoutMask": [
         c(i(3, 7), one(5, np.int64), STEP, one(offset, np.int64), constants=(0,), ratio=0.3, tag="t") for offset in (0, 5, -3)
     ],

@@ -192,6 +192,28 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
             compare("AveragePool", [x], both, pool)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "pads"),
+    [((5, 1, 1), (2, 0, 0)), ((1, 3, 1), (0, 1, 0)), ((1, 1, 4), (0, 0, 2)), ((1, 3, 2), (0, 1, 1)), ((1, 1, 1), (0, 0, 0))],
+)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_average_pool_of_volumes_along_two_axes_at_most(
+    kernel: tuple[int, ...], pads: tuple[int, ...], stride: int, pool: ThreadPool
+) -> None:
+    strides = [stride if taps > 1 else 1 for taps in kernel]
+    x = torch.tensor(normal(2, 3, 6, 7, 8), requires_grad=True)
+    for include in (0, 1):
+        y = torch.nn.functional.avg_pool3d(x, kernel, strides, pads, count_include_pad=bool(include))
+        dy = torch.tensor(normal(*y.shape))
+        (dx,) = torch.autograd.grad(y, x, dy)
+        attributes = {"kernel_shape": kernel, "strides": strides, "pads": [*pads, *pads], "count_include_pad": include}
+        close(native("AveragePool", [x.detach().numpy()], attributes, pool, [y.detach().numpy()])[0], y.detach().numpy())
+        (got,) = native(
+            "graphc::AveragePoolGrad", [dy.numpy(), shape_of(x.numpy(force=True))], attributes, pool, [dx.numpy()], (1,)
+        )
+        close(got, dx.numpy())
+
+
 def test_activations(pool: ThreadPool) -> None:
     x = np.concatenate([normal(40_000) * 3, np.array([0.0, -0.0, 30.0, -30.0], dtype=np.float32)])
     dy = normal(x.size)
