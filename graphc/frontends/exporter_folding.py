@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from graphc.frontends.exporter_merging import restore_biases, separate_merged
+from graphc.frontends.exporter_merging import drop_biases_of_volumes, restore_biases, separate_merged
 from graphc.ir.exporter_records import folded_from, recorded_kinds
 from graphc.ir.facts import FLOATS
 from graphc.ir.state import repeats_one_value
@@ -36,9 +36,10 @@ _INVERSES: dict[str, tuple[str, Callable[[Array], Array]]] = {
 def restore(graph: ir.Graph) -> None:
     """Give ``graph`` the parameters again that its exporter merged, dropped or computed something from.
 
-    In files without the records of PyTorch's newer exporter, only tied weights.
+    In files without the records of PyTorch's newer exporter, only tied weights and biases of another shape.
     """
     _tie(graph)
+    drop_biases_of_volumes(graph)
     separate_merged(graph)
     restore_biases(graph)
     recorded = recorded_kinds(graph)

@@ -1,4 +1,4 @@
-"""Separates tensors that PyTorch's exporter merged because their elements are equal, and adds biases of zeros that it dropped.
+"""Separates tensors that PyTorch's exporter merged because their elements are equal, and mends its biases of zeros.
 
 before  norm1 and norm2 read norm1.weight, an initializer of ones       after  norm2 reads norm2.weight
 """
@@ -76,6 +76,27 @@ def restore_biases(graph: ir.Graph) -> None:
             node.replace_input_with(2, bias)
         else:
             _add_behind(graph, node, bias)
+
+
+def drop_biases_of_volumes(graph: ir.Graph) -> None:
+    """Remove the zeros that the exporter (onnxscript up to 0.7) adds to a convolution of volumes that has no bias.
+
+    They get the shape [channels, 2], which ONNX does not allow.
+    """
+    for node in graph:
+        if node.op_type != "Conv" or len(node.inputs) < 3 or node.inputs[2] is None:
+            continue
+        expand = node.inputs[2].producer()
+        if expand is None or expand.op_type != "Expand":
+            continue
+        zero, shape = (value.producer() if value is not None else None for value in expand.inputs)
+        parts = list(shape.inputs) if shape is not None and shape.op_type == "Concat" else []
+        of_weight = parts[0].producer() if len(parts) > 1 and parts[0] is not None else None
+        if of_weight is None or of_weight.op_type != "Shape" or of_weight.inputs[0] is not node.inputs[1]:
+            continue
+        scalar = ir.convenience.get_const_tensor(zero.inputs[0]) if zero is not None and zero.op_type == "CastLike" else None
+        if scalar is not None and scalar.size == 1 and not scalar.numpy().item():
+            node.resize_inputs(2)
 
 
 def _add_behind(graph: ir.Graph, product: ir.Node, bias: ir.Value) -> None:

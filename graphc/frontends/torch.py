@@ -21,6 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
+from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
 from graphc.frontends.torch_rnn import translations
 from graphc.ir.builder import Builder
@@ -211,6 +212,7 @@ def _with_dynamo(
     except Exception:  # the exporter of ONNX has other ways to capture a module
         program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
     model: ir.Model = program.model
+    drop_biases_of_volumes(model.graph)
     return model
 
 

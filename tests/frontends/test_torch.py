@@ -59,9 +59,16 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def video() -> nn.Module:
+    """Volumes without a bias, to which the newer exporter gives zeros of a shape that ONNX does not allow."""
+    frames, time = nn.Conv3d(3, 4, (1, 3, 3), bias=False), nn.Conv3d(4, 4, (3, 1, 1), padding=(1, 0, 0), bias=False)
+    return nn.Sequential(frames, nn.BatchNorm3d(4), nn.ReLU(), time, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 5))
+
+
 MODULES = {
     "mlp": (mlp, lambda n: torch.randn(n, 6)),
     "residual": (Residual, lambda n: torch.randn(n, 3, 8, 8)),
+    "video": (video, lambda n: torch.randn(n, 3, 4, 6, 6)),
     "language": (Language, lambda n: torch.randint(0, 50, (n, 6))),
 }
 
