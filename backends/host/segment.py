@@ -29,7 +29,8 @@ from graphc.backends.host.generator import HostGenerator
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment_code import KernelPart, RestPart, SegmentCode, ValuePlace
 from graphc.gradient import key_of
-from graphc.ir.decomposition import decompose_graph
+from graphc.ir.builder import Builder
+from graphc.ir.decomposition import decompose_graph, replace_node
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.serialize import to_proto
@@ -220,6 +221,7 @@ def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
     propagate(graph)
     if any(static_dims(v) is None for node in graph for v in results(node)):
         raise LanguageError("shapes that depend on data")
+    _slice_selections(graph)
     if not any(pays(node, least) for node in graph if is_expression(node) or _is_composite(node)):
         raise LanguageError("too little arithmetic")
     take_apart(graph, lambda node: not _is_composite(node))
@@ -227,6 +229,21 @@ def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
     propagate(graph)
     sweep(graph)
     return graph
+
+
+def _slice_selections(graph: ir.Graph) -> None:
+    """Write each Gather of one known index as a slice, whose indices nobody checks: onnxruntime copies element by element."""
+    op = Builder(graph)
+    for node in [node for node in graph if node.op_type == "Gather" and node.domain == ""]:
+        x, index = node.inputs[0], constant(node.inputs[1])
+        if x is None or constant(x) is not None or index is None or index.size != 1 or index.ndim > 1:
+            continue
+        axis = node.attributes.get_int("axis", 0) % len(shape_of(x))
+        size, at = shape_of(x)[axis], int(index.reshape(-1)[0])
+        if -size <= at < size:  # else onnxruntime reports the error
+            op.before, op.scope = node, node.name or node.op_type
+            part = op.Slice(x, [at % size], [at % size + 1], [axis])
+            replace_node(op, node, [part if index.ndim else op.Squeeze(part, [axis])])
 
 
 def _has_many_pieces(node: ir.Node) -> bool:

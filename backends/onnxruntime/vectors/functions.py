@@ -195,3 +195,14 @@ def taps_function(taps: int) -> Any:
     ``offsets`` the address of the taps' offsets in bytes.
     """
     return Deferred(_INTRINSICS, "taps_function", taps)
+
+
+def butterfly_function(points: int) -> Any:
+    """A function ``f(x, x_step, y, y_step, count, factors)`` for compiled code: a Fourier transform of ``points`` complex
+    numbers in every lane, each result multiplied by a factor; ``count`` times.
+
+    A complex number is a vector of real parts and one of imaginary parts behind it. The operands of one transform lie
+    ``x_step`` bytes apart, its results ``y_step`` bytes; those of the next transform follow at once. ``factors`` is the address
+    of ``points - 1`` complex numbers: the factor of the first result is 1.
+    """
+    return Deferred(_INTRINSICS, "butterfly_function", points)

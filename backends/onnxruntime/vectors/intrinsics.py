@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -349,3 +351,94 @@ def _folded(builder: ll.IRBuilder, how: str, vector: Any) -> Any:
         ]
         vector = builder.fadd(*halves) if how == "add" else call(builder, how, halves[0].type, *halves)
     return builder.extract_element(vector, I32(0))
+
+
+def butterfly_function(points: int) -> Any:
+    """See :func:`.functions.butterfly_function`."""
+
+    @intrinsic
+    def run(typing_context, x, x_step, y, y_step, count, factors):
+        kind = ll.VectorType(F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_step, y, y_step, count, factors = (context.cast(builder, v, t, types.int64) for v, t in given)
+
+            def place(base: Any, step: Any, k: int) -> list[Any]:
+                start = builder.add(base, builder.mul(step, I64(k)))
+                return [builder.inttoptr(builder.add(start, I64(4 * LANES * part)), POINTER) for part in range(2)]
+
+            numbers = [
+                builder.load(builder.inttoptr(builder.add(factors, I64(4 * n)), POINTER), typ=F32, align=4)
+                for n in range(2 * points - 2)
+            ]
+            same = [_in_all_lanes(builder, number) for number in numbers]
+            with cgutils.for_range(builder, count, intp=I64) as loop:
+                at = builder.mul(loop.index, I64(8 * LANES))
+                source, target = builder.add(x, at), builder.add(y, at)
+                taken = [
+                    _Complex(builder, *(builder.load(p, typ=kind, align=4) for p in place(source, x_step, k)))
+                    for k in range(points)
+                ]
+                for j, made in enumerate(_transformed(taken)):
+                    turned = made if j == 0 else made.times(same[2 * j - 2], same[2 * j - 1])
+                    for value, where in zip((turned.real, turned.imaginary), place(target, y_step, j), strict=True):
+                        builder.store(value, where, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_step, y, y_step, count, factors), emit
+
+    return run
+
+
+class _Complex:
+    """Complex numbers in the lanes of two vectors."""
+
+    def __init__(self, builder: ll.IRBuilder, real: Any, imaginary: Any) -> None:
+        self.build, self.real, self.imaginary = builder, real, imaginary
+
+    def __add__(self, other: _Complex) -> _Complex:
+        build = self.build
+        return _Complex(build, build.fadd(self.real, other.real), build.fadd(self.imaginary, other.imaginary))
+
+    def __sub__(self, other: _Complex) -> _Complex:
+        build = self.build
+        return _Complex(build, build.fsub(self.real, other.real), build.fsub(self.imaginary, other.imaginary))
+
+    def times(self, real: Any, imaginary: Any) -> _Complex:
+        build, kind = self.build, self.real.type
+        across = build.fneg(build.fmul(self.imaginary, imaginary)), build.fmul(self.real, imaginary)
+        first = call(build, "fma", kind, self.real, real, across[0])
+        return _Complex(build, first, call(build, "fma", kind, self.imaginary, real, across[1]))
+
+    def plus(self, other: _Complex, factor: float) -> _Complex:
+        """self + factor · other"""
+        build, kind = self.build, self.real.type
+        many = ll.Constant(kind, [ll.Constant(F32, factor)] * kind.count)
+        first = call(build, "fma", kind, other.real, many, self.real)
+        return _Complex(build, first, call(build, "fma", kind, other.imaginary, many, self.imaginary))
+
+    def clockwise(self) -> _Complex:
+        """-i · self"""
+        return _Complex(self.build, self.imaginary, self.build.fneg(self.real))
+
+
+def _transformed(a: list[_Complex]) -> list[_Complex]:
+    """yⱼ = Σₖ aₖ·e^(-2πi·jk/n) for n = 2, 4 or an odd number."""
+    n = len(a)
+    if n == 2:
+        return [a[0] + a[1], a[0] - a[1]]
+    if n == 4:
+        even, odd = (a[0] + a[2], a[0] - a[2]), (a[1] + a[3], (a[1] - a[3]).clockwise())
+        return [even[0] + odd[0], even[1] + odd[1], even[0] - odd[0], even[1] - odd[1]]
+    half = range(1, n // 2 + 1)
+    sums, differences = [a[k] + a[n - k] for k in half], [a[k] - a[n - k] for k in half]
+    y = [functools.reduce(lambda total, term: total + term, sums, a[0])] * n
+    zero = ll.Constant(a[0].real.type, [ll.Constant(F32, 0.0)] * LANES)
+    for j in half:
+        angles = [2 * math.pi * (j * k % n) / n for k in half]
+        along, across = a[0], _Complex(a[0].build, zero, zero)
+        for angle, total, difference in zip(angles, sums, differences, strict=True):
+            along, across = along.plus(total, math.cos(angle)), across.plus(difference, math.sin(angle))
+        y[j], y[n - j] = along + across.clockwise(), along - across.clockwise()
+    return y

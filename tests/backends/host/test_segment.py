@@ -426,6 +426,21 @@ def test_a_short_fourier_transform_is_products(length: int, parts: int, inverse:
     assert any(part.runs == "kernel" and "transform" in part.nodes for part in backend.segment_parts(model))
 
 
+@pytest.mark.parametrize("index", ["int64 {1}", "int64 {-1}", "int64[1] {0}"])
+def test_one_of_two_on_the_last_axis_is_read_by_the_kernel_that_uses_it(index: str, backend: Backend) -> None:
+    keeps = "[1]" in index
+    sizes = "100,100,1" if keeps else "100,100"
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> g (float[100,100,2] x) => (float[{sizes}] y) '
+        f"{{ i = Constant<value = {index}>() s = Gather<axis = 2>(x, i) y = Mul(s, s) }}"
+    )
+    x, y = np.random.default_rng(0).standard_normal((100, 100, 2)).astype(np.float32), np.zeros((100, 100), np.float32)
+    y = y[..., None] if keeps else y
+    backend.bind_segment(model, {"x": x}, {"y": y})()
+    np.testing.assert_array_equal(y, (x[..., :1] if keeps else x[..., 1]) ** 2)
+    assert [part.runs for part in backend.segment_parts(model)] == ["kernel"]
+
+
 def test_a_short_time_fourier_transform_is_products(backend: Backend) -> None:
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 20]> g (float[4,8000,1] x, float[400] w) => (float[4,48,201,2] y) {

@@ -144,6 +144,15 @@ CASES: Mapping[str, Sequence[Case]] = {
         for shape, axis in (((3, 7), 1), ((7, 3), 0), ((2, 5, 130), -2))
         for e, r in itertools.product((0, 1), (0, 1))
     ],
+    "DFT": [
+        c(f(3, points, inner, parts), None, one(1, np.int64), constants=(2,), **attributes)
+        for points, inner in ((12, 1), (35, 3))
+        for parts, attributes in ((1, {"onesided": 1}), (1, {}), (2, {}), (2, {"inverse": 1}))
+    ],
+    "STFT": [
+        c(f(2, 100, 1), one(7, np.int64), f(32), one(32, np.int64), constants=(1, 3)),
+        c(f(2, 32, 2), one(5, np.int64), None, one(32, np.int64), constants=(1, 3), onesided=0),
+    ],
     "AveragePool": [
         c(f(2, 3, 11), kernel_shape=[4], strides=[3], pads=[2, 3], ceil_mode=1),
         c(f(2, 3, 11), kernel_shape=[5]),

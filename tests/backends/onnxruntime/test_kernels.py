@@ -192,6 +192,42 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
             compare("AveragePool", [x], both, pool)
 
 
+@pytest.mark.parametrize("points", [2, 3, 5, 7, 11, 13, 16, 30, 44, 128, 343, 400, 1001])
+@pytest.mark.parametrize("inner", [1, 9])
+def test_fourier_transforms_are_those_of_numpy(points: int, inner: int, pool: ThreadPool) -> None:
+    z = rng.standard_normal((5, points, inner, 2)).astype(np.float32)
+    wide = z.astype(np.float64).view(np.complex128)[..., 0]
+    half = points // 2 + 1
+
+    def transform(x: np.ndarray[Any, Any], want: np.ndarray[Any, Any], length: int, **attributes: int) -> None:
+        pairs = np.stack([want.real, want.imag], -1) if np.iscomplexobj(want) else want[..., None]
+        axis, count = np.array(1), np.array(length)
+        (got,) = native("DFT", [x, count, axis], attributes, pool, [pairs.astype(np.float32)], (1, 2))
+        close(got, pairs, 1e-6)
+
+    transform(z, np.fft.fft(wide, axis=1), points)
+    transform(z, np.fft.ifft(wide, axis=1), points, inverse=1)
+    real = np.ascontiguousarray(z[..., :1])
+    transform(real, np.fft.fft(wide.real, axis=1), points)
+    transform(real, np.fft.ifft(wide.real, axis=1), points, inverse=1)
+    transform(real, np.fft.rfft(wide.real, axis=1), points, onesided=1)
+    transform(np.ascontiguousarray(z[:, :half]), np.fft.irfft(wide[:, :half], points, 1), points, inverse=1, onesided=1)
+    for length in (14, 70):  # zeros behind, or the end left out
+        transform(real, np.fft.rfft(wide.real, length, 1), length, onesided=1)
+
+
+@pytest.mark.parametrize(("parts", "one_sided"), [(1, 1), (1, 0), (2, 0)])
+def test_a_short_time_fourier_transform_is_that_of_numpy(parts: int, one_sided: int, pool: ThreadPool) -> None:
+    x, window = normal(3, 700, parts), np.hanning(400).astype(np.float32)
+    signal = x[..., 0] if parts == 1 else x[..., 0] + 1j * x[..., 1]
+    frames = np.stack([signal[:, k : k + 400] for k in range(0, 301, 150)], 1)
+    for inputs, scale in (([x, np.array(150), window, np.array(400)], window), ([x, np.array(150), None, np.array(400)], 1)):
+        found = (np.fft.rfft if one_sided else np.fft.fft)(frames * scale)
+        want = np.stack([found.real, found.imag], -1).astype(np.float32)
+        (got,) = native("STFT", inputs, {"onesided": one_sided}, pool, [want], (1, 3))
+        close(got, want, 1e-6)
+
+
 @pytest.mark.parametrize(
     ("kernel", "pads"),
     [((5, 1, 1), (2, 0, 0)), ((1, 3, 1), (0, 1, 0)), ((1, 1, 4), (0, 0, 2)), ((1, 3, 2), (0, 1, 1)), ((1, 1, 1), (0, 0, 0))],

@@ -1,0 +1,286 @@
+"""Fourier transforms of many lines at once, one line in each lane of a vector.
+
+A length is a product of small numbers r. Each factor is one pass over the lines, from one buffer to another: transforms of r
+numbers, multiplied by roots of one (Stockham's order, which leaves the result in its natural one). An inverse transform is a
+transform with real and imaginary parts exchanged. Two real lines are one complex line, and so are the halves of the spectra of
+two real lines: a + i·b, whose transform is the sum of one that is its own conjugate mirror image and one that is the negative.
+
+Source: C. Van Loan, Computational Frameworks for the Fast Fourier Transform, 1992, sections 1.7 and 4.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Binding, kernel
+from graphc.backends.onnxruntime.kernels.arrays import given, optional
+from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, butterfly_function, floats_at
+from graphc.device import Array, Run
+from graphc.ir.facts import constant, static_dims
+
+LONGEST = 1 << 16
+"""Points of a transform whose lines stay in the cache, and at which float32 still counts places."""
+
+POINTS = (4, 2, 3, 5, 7, 11, 13)
+of_2, of_3, of_4, of_5, of_7, of_11, of_13 = (butterfly_function(points) for points in sorted(POINTS))
+
+COMPLEX, REAL, HALVES = range(3)
+"""What lines are read: complex ones, pairs of real ones, or halves of pairs of spectra."""
+
+
+def factors_of(length: int) -> list[int] | None:
+    """The passes of a transform; None where a factor is too large for one."""
+    found = []
+    for points in POINTS:
+        while length % points == 0:
+            found.append(points)
+            length //= points
+    return found if length == 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Transform:
+    """A transform as a node asks for it: its axis (that of the frames for STFT), points, and kinds."""
+
+    axis: int
+    points: int
+    inverse: bool
+    one_sided: bool
+
+
+def _transform_of(node: ir.Node) -> _Transform | None:
+    """None where a size is not known before a run."""
+    inputs = (*node.inputs, None, None, None)
+    x, result = (None if v is None else static_dims(v) for v in (inputs[0], node.outputs[0]))
+    if x is None or result is None:
+        return None
+    inverse, one_sided = bool(node.attributes.get_int("inverse", 0)), bool(node.attributes.get_int("onesided", 0))
+    if node.op_type == "STFT":
+        one_sided = bool(node.attributes.get_int("onesided", 1))
+        window = None if inputs[2] is None else static_dims(inputs[2])
+        length = _integer(inputs[3])
+        points = length if length is not None else None if window is None else window[0]
+        return None if points is None or _integer(inputs[1]) is None else _Transform(1, points, False, one_sided)
+    axis = -2 if inputs[2] is None else _integer(inputs[2])
+    if axis is None:
+        return None
+    axis %= len(x)
+    if not one_sided or inverse:
+        points = result[axis]
+    else:
+        points = x[axis] if inputs[1] is None else _integer(inputs[1])
+    return None if points is None else _Transform(axis, points, inverse, one_sided)
+
+
+def _integer(value: ir.Value | None) -> int | None:
+    found = constant(value)
+    return None if found is None else int(found.reshape(-1)[0])
+
+
+def _has_small_factors(node: ir.Node) -> bool:
+    found = _transform_of(node)
+    if found is None or not 1 < found.points <= LONGEST or factors_of(found.points) is None:
+        return False
+    return all(0 not in (static_dims(v) or (0,)) for v in (node.inputs[0], node.outputs[0]) if v is not None)
+
+
+def _factors(points: int) -> tuple[Array, Array]:
+    """The passes, int64, and the roots of one of all transforms of each pass, float32 pairs."""
+    passes, roots, left = factors_of(points) or [], [], points
+    for radix in passes:
+        p, j = np.arange(left // radix)[:, None], np.arange(1, radix)[None, :]
+        roots.append(np.exp(-2j * np.pi * (p * j % left) / left).reshape(-1))
+        left //= radix
+    every = np.concatenate([np.zeros(0, np.complex128), *roots])
+    return np.array(passes, dtype=np.int64), np.stack([every.real, every.imag], -1).astype(np.float32).reshape(-1)
+
+
+@kernel("onnxruntime", "DFT", when=_has_small_factors)
+def fourier_transform(k: Binding) -> Run:
+    """y = F·x along one axis, cut or padded with zeros to the points of the transform."""
+    (x, *_), (y,), found = given(k.inputs, 1), given(k.outputs, 1), _transform_of(k.node)
+    assert found is not None
+    outer, inner = int(np.prod(x.shape[: found.axis])), int(np.prod(x.shape[found.axis + 1 : -1]))
+    parts = x.shape[-1], y.shape[-1]
+    read, written = x.shape[found.axis], y.shape[found.axis]
+    places = [
+        [read * inner * parts[0], parts[0], inner * parts[0]],
+        [written * inner * parts[1], parts[1], inner * parts[1]],
+    ]
+    return _bind(k, x, y, None, found, (outer, inner), (read, written), places)
+
+
+@kernel("onnxruntime", "STFT", when=_has_small_factors)
+def short_time_transform(k: Binding) -> Run:
+    """y = F·(window · frames of x)"""
+    (x, *_), (y,), window, found = given(k.inputs, 1), given(k.outputs, 1), optional(k.inputs, 2), _transform_of(k.node)
+    step = _integer(k.node.inputs[1])
+    assert found is not None
+    assert step is not None
+    parts = 1 if x.ndim == 2 else x.shape[2]
+    places = [[x.shape[1] * parts, step * parts, parts], [y.shape[1] * y.shape[2] * 2, y.shape[2] * 2, 2]]
+    return _bind(k, x.reshape(*x.shape[:2], parts), y, window, found, y.shape[:2], (found.points, y.shape[2]), places)
+
+
+def _bind(
+    k: Binding,
+    x: Array,
+    y: Array,
+    window: Array | None,
+    found: _Transform,
+    lines: tuple[int, ...],
+    sizes: tuple[int, int],
+    places: list[list[int]],
+) -> Run:
+    """Bind the transform of all lines.
+
+    Args:
+        lines: how many there are, outer and inner.
+        sizes: elements of a line that lie in x, and those to write.
+        places: for x and y the steps, in floats, from one outer line, inner line and element to the next.
+    """
+    points = found.points
+    kind = HALVES if found.inverse and found.one_sided else REAL if x.shape[-1] == 1 else COMPLEX
+    read = min(sizes[0], points // 2 + 1 if kind == HALVES else points)
+    together = LANES if kind == COMPLEX else 2 * LANES
+    groups = -(-lines[0] * lines[1] // together)
+    parts, scratch = max(1, min(k.pool.threads, groups, x.size // 4096)), scratchpad_of(k.pool)
+    each = 2 * points * 2 * LANES
+    scratch.reserve(4 * parts * each)
+    numbers = np.array(
+        [points, kind, int(found.inverse), read, sizes[1], *lines, *places[0], *places[1], groups, parts], dtype=np.int64
+    )
+    flat = np.ones(points, dtype=np.float32) if window is None else window.reshape(-1)
+    scale = np.float32(1 / points if found.inverse else 1)
+    arguments: tuple[Any, ...] = (x.reshape(-1), flat, y.reshape(-1), numbers, *_factors(points), scale, scratch.cell)
+    return k.pool.bind(_transform_lines, arguments, parts)
+
+
+@jit
+def _start(line, lines, inner, outer_step, inner_step):
+    """Where a line begins; behind the last line, where that one begins."""
+    line = min(line, lines - 1)
+    return line // inner * outer_step + line % inner * inner_step
+
+
+@jit
+def _read(x, window, numbers, group, buffer):
+    """Fill buffer[element, part, lane] with the lines of one group."""
+    points, kind, inverse, read = numbers[0], numbers[1], numbers[2], numbers[3]
+    inner, step = numbers[6], numbers[9]
+    lines = numbers[5] * inner
+    real = 1 if inverse else 0
+    imaginary = 1 - real
+    if read < points:
+        buffer[:] = 0.0
+    for lane in range(LANES):
+        if kind == 0:
+            at = _start(group * LANES + lane, lines, inner, numbers[7], numbers[8])
+            for n in range(read):
+                place = at + n * step
+                buffer[n, real, lane] = x[place] * window[n]
+                buffer[n, imaginary, lane] = x[place + 1] * window[n]
+            continue
+        line = 2 * (group * LANES + lane)
+        at, other = (
+            _start(line, lines, inner, numbers[7], numbers[8]),
+            _start(line + 1, lines, inner, numbers[7], numbers[8]),
+        )
+        if kind == 1:
+            for n in range(read):
+                buffer[n, real, lane] = x[at + n * step] * window[n]
+                buffer[n, imaginary, lane] = x[other + n * step] * window[n]
+            continue
+        for n in range(read):
+            a, b = at + n * step, other + n * step
+            alone = n == 0 or 2 * n == points
+            turned, also = np.float32(0.0) if alone else x[a + 1], np.float32(0.0) if alone else x[b + 1]
+            buffer[n, real, lane] = x[a] - also
+            buffer[n, imaginary, lane] = x[b] + turned
+            if not alone:
+                buffer[points - n, real, lane] = x[a] + also
+                buffer[points - n, imaginary, lane] = x[b] - turned
+
+
+@jit
+def _write(buffer, y, numbers, group, scale):
+    """Write the lines of one group from buffer[element, part, lane]."""
+    points, kind, inverse, written = numbers[0], numbers[1], numbers[2], numbers[4]
+    inner, step = numbers[6], numbers[12]
+    lines = numbers[5] * inner
+    real = 1 if inverse else 0
+    imaginary = 1 - real
+    for lane in range(LANES):
+        if kind == 0:
+            if group * LANES + lane >= lines:
+                return
+            at = _start(group * LANES + lane, lines, inner, numbers[10], numbers[11])
+            for n in range(written):
+                y[at + n * step] = buffer[n, real, lane] * scale
+                y[at + n * step + 1] = buffer[n, imaginary, lane] * scale
+            continue
+        line = 2 * (group * LANES + lane)
+        if line >= lines:
+            return
+        both = line + 1 < lines
+        at, other = (
+            _start(line, lines, inner, numbers[10], numbers[11]),
+            _start(line + 1, lines, inner, numbers[10], numbers[11]),
+        )
+        if kind == 2:
+            for n in range(written):
+                y[at + n * step] = buffer[n, real, lane] * scale
+            for n in range(written if both else 0):
+                y[other + n * step] = buffer[n, imaginary, lane] * scale
+            continue
+        half = np.float32(0.5) * scale
+        for n in range(written):
+            mirror = points - n if n > 0 else 0
+            y[at + n * step] = (buffer[n, real, lane] + buffer[mirror, real, lane]) * half
+            y[at + n * step + 1] = (buffer[n, imaginary, lane] - buffer[mirror, imaginary, lane]) * half
+        for n in range(written if both else 0):
+            mirror = points - n if n > 0 else 0
+            y[other + n * step] = (buffer[n, imaginary, lane] + buffer[mirror, imaginary, lane]) * half
+            y[other + n * step + 1] = (buffer[mirror, real, lane] - buffer[n, real, lane]) * half
+
+
+@jit
+def _transform_lines(x, window, y, numbers, passes, roots, scale, cell, start, stop):
+    points, groups, parts = numbers[0], numbers[13], numbers[14]
+    element = 8 * LANES  # bytes
+    for part in range(start, stop):
+        here = cell[0] + part * 2 * points * element
+        there = here + points * element
+        for group in range(groups * part // parts, groups * (part + 1) // parts):
+            a, b = here, there
+            _read(x, window, numbers, group, array_of(floats_at(a), (points, 2, LANES)))
+            left, done, factors = points, 1, roots.ctypes.data
+            for radix in passes:
+                left //= radix
+                across, along = left * done * element, done * element
+                for p in range(left):
+                    source, target = a + p * along, b + radix * p * along
+                    if radix == 4:
+                        of_4(source, across, target, along, done, factors)
+                    elif radix == 2:
+                        of_2(source, across, target, along, done, factors)
+                    elif radix == 3:
+                        of_3(source, across, target, along, done, factors)
+                    elif radix == 5:
+                        of_5(source, across, target, along, done, factors)
+                    elif radix == 7:
+                        of_7(source, across, target, along, done, factors)
+                    elif radix == 11:
+                        of_11(source, across, target, along, done, factors)
+                    else:
+                        of_13(source, across, target, along, done, factors)
+                    factors += (radix - 1) * 8
+                done *= radix
+                a, b = b, a
+            _write(array_of(floats_at(a), (points, 2, LANES)), y, numbers, group, scale)
