@@ -31,7 +31,7 @@ from graphc.backends.host.segment_code import KernelPart, RestPart, SegmentCode,
 from graphc.gradient import key_of
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph, replace_node
-from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
+from graphc.ir.facts import constant, dtype_of, required, shape_of, size_of, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.serialize import to_proto
 from graphc.ir.subgraphs import CONTROL
@@ -41,6 +41,9 @@ LEAST = 1 << 13
 
 TRANSFORM = 512
 """Length up to which a Fourier transform is a product; twice that where it is no power of two, at which onnxruntime is slow."""
+
+SMALL = 512
+"""Multiplications of a matrix product below which many of them are sums inside a kernel."""
 
 ELEMENTS = frozenset({"Cast", "CastLike", "graphc::GeluGrad"})
 """Ops with code of their own that are compiled. The others read at indices from data, which another runtime checks."""
@@ -222,6 +225,7 @@ def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
     if any(static_dims(v) is None for node in graph for v in results(node)):
         raise LanguageError("shapes that depend on data")
     _slice_selections(graph)
+    _spread_products(graph)
     if not any(pays(node, least) for node in graph if is_expression(node) or _is_composite(node)):
         raise LanguageError("too little arithmetic")
     take_apart(graph, lambda node: not _is_composite(node))
@@ -244,6 +248,35 @@ def _slice_selections(graph: ir.Graph) -> None:
             op.before, op.scope = node, node.name or node.op_type
             part = op.Slice(x, [at % size], [at % size + 1], [axis])
             replace_node(op, node, [part if index.ndim else op.Squeeze(part, [axis])])
+
+
+def _spread_products(graph: ir.Graph) -> None:
+    """Write products of vectors, and many small ones, as sums: a runtime starts a matrix product for each of them.
+
+    A · b  ─►  Σₖ A[…, k] · b[k]        a · bᵀ  ─►  a[…, 1] · b[1, …]
+    """
+    op = Builder(graph)
+    for node in [node for node in graph if node.op_type == "MatMul" and node.domain == ""]:
+        a, b = (required(v) for v in node.inputs)
+        rank, shape = len(shape_of(node.outputs[0])), shape_of(a)
+        if a.dtype != ir.DataType.FLOAT or not len(shape) == len(shape_of(b)) == rank >= 2 or 0 in (*shape, *shape_of(b)):
+            continue
+        rows, depth, columns = *shape[-2:], shape_of(b)[-1]
+        single = 1 in (rows, depth, columns)
+        if not single and (rows * depth * columns > SMALL or rank == 2):
+            continue
+        op.before, op.scope = node, node.name or node.op_type
+        swapped = [*range(rank - 2), rank - 1, rank - 2]
+        if depth == 1:
+            result = op.Mul(a, b)
+        elif columns == 1:
+            result = op.ReduceSum(op.Mul(a, op.Transpose(b, perm=swapped)), [rank - 1])
+        elif rows == 1:
+            result = op.ReduceSum(op.Mul(op.Transpose(a, perm=swapped), b), [rank - 2])
+        else:
+            wide = op.Mul(op.Unsqueeze(a, [rank]), op.Unsqueeze(b, [rank - 2]))
+            result = op.ReduceSum(wide, [rank - 1], keepdims=0)
+        replace_node(op, node, [result])
 
 
 def _has_many_pieces(node: ir.Node) -> bool:

@@ -426,6 +426,33 @@ def test_a_short_fourier_transform_is_products(length: int, parts: int, inverse:
     assert any(part.runs == "kernel" and "transform" in part.nodes for part in backend.segment_parts(model))
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ((1, 60, 10, 16, 8), (4, 60, 1, 8, 1)),
+        ((4, 60, 10, 16, 1), (4, 60, 1, 1, 8)),
+        ((16, 1, 100), (16, 100, 64)),
+        ((600, 4, 4), (600, 4, 3)),
+        ((1, 8, 7), (700, 7, 2)),
+        ((300, 50), (50, 1)),
+        ((150, 1), (1, 90)),
+        ((1, 150), (150, 90)),
+    ],
+)
+def test_products_of_vectors_and_many_small_ones_are_kernels(a: tuple[int, ...], b: tuple[int, ...], backend: Backend) -> None:
+    x, w = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in (a, b))
+    want = np.matmul(x.astype(np.float64), w)
+    sizes = (",".join(map(str, shape)) for shape in (a, b, want.shape))
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 20]> g (float[{}] x, float[{}] w) => (float[{}] y) '.format(*sizes)
+        + "{ s = MatMul(x, w) y = Neg(s) }"
+    )
+    y = np.zeros(want.shape, np.float32)
+    backend.bind_segment(model, {"x": x, "w": w}, {"y": y})()
+    np.testing.assert_allclose(-y, want, rtol=0, atol=2e-6 * np.abs(want).max())
+    assert {part.runs for part in backend.segment_parts(model)} == {"kernel"}
+
+
 @pytest.mark.parametrize("index", ["int64 {1}", "int64 {-1}", "int64[1] {0}"])
 def test_one_of_two_on_the_last_axis_is_read_by_the_kernel_that_uses_it(index: str, backend: Backend) -> None:
     keeps = "[1]" in index
