@@ -27,11 +27,11 @@ from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.backends.host.compiler import HostKernel, compiler
 from graphc.backends.host.generator import HostGenerator
 from graphc.backends.host.language import LanguageError
+from graphc.backends.host.rewrites import rewrite
 from graphc.backends.host.segment_code import KernelPart, RestPart, SegmentCode, ValuePlace
 from graphc.gradient import key_of
-from graphc.ir.builder import Builder
-from graphc.ir.decomposition import decompose_graph, replace_node
-from graphc.ir.facts import constant, dtype_of, required, shape_of, size_of, static_dims
+from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.serialize import to_proto
 from graphc.ir.subgraphs import CONTROL
@@ -41,9 +41,6 @@ LEAST = 1 << 13
 
 TRANSFORM = 512
 """Length up to which a Fourier transform is a product; twice that where it is no power of two, at which onnxruntime is slow."""
-
-SMALL = 512
-"""Multiplications of a matrix product below which many of them are sums inside a kernel."""
 
 ELEMENTS = frozenset({"Cast", "CastLike", "graphc::GeluGrad"})
 """Ops with code of their own that are compiled. The others read at indices from data, which another runtime checks."""
@@ -224,8 +221,7 @@ def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
     propagate(graph)
     if any(static_dims(v) is None for node in graph for v in results(node)):
         raise LanguageError("shapes that depend on data")
-    _slice_selections(graph)
-    _spread_products(graph)
+    rewrite(graph)
     if not any(pays(node, least) for node in graph if is_expression(node) or _is_composite(node)):
         raise LanguageError("too little arithmetic")
     take_apart(graph, lambda node: not _is_composite(node))
@@ -233,50 +229,6 @@ def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
     propagate(graph)
     sweep(graph)
     return graph
-
-
-def _slice_selections(graph: ir.Graph) -> None:
-    """Write each Gather of one known index as a slice, whose indices nobody checks: onnxruntime copies element by element."""
-    op = Builder(graph)
-    for node in [node for node in graph if node.op_type == "Gather" and node.domain == ""]:
-        x, index = node.inputs[0], constant(node.inputs[1])
-        if x is None or constant(x) is not None or index is None or index.size != 1 or index.ndim > 1:
-            continue
-        axis = node.attributes.get_int("axis", 0) % len(shape_of(x))
-        size, at = shape_of(x)[axis], int(index.reshape(-1)[0])
-        if -size <= at < size:  # else onnxruntime reports the error
-            op.before, op.scope = node, node.name or node.op_type
-            part = op.Slice(x, [at % size], [at % size + 1], [axis])
-            replace_node(op, node, [part if index.ndim else op.Squeeze(part, [axis])])
-
-
-def _spread_products(graph: ir.Graph) -> None:
-    """Write products of vectors, and many small ones, as sums: a runtime starts a matrix product for each of them.
-
-    A · b  ─►  Σₖ A[…, k] · b[k]        a · bᵀ  ─►  a[…, 1] · b[1, …]
-    """
-    op = Builder(graph)
-    for node in [node for node in graph if node.op_type == "MatMul" and node.domain == ""]:
-        a, b = (required(v) for v in node.inputs)
-        rank, shape = len(shape_of(node.outputs[0])), shape_of(a)
-        if a.dtype != ir.DataType.FLOAT or not len(shape) == len(shape_of(b)) == rank >= 2 or 0 in (*shape, *shape_of(b)):
-            continue
-        rows, depth, columns = *shape[-2:], shape_of(b)[-1]
-        single = 1 in (rows, depth, columns)
-        if not single and (rows * depth * columns > SMALL or rank == 2):
-            continue
-        op.before, op.scope = node, node.name or node.op_type
-        swapped = [*range(rank - 2), rank - 1, rank - 2]
-        if depth == 1:
-            result = op.Mul(a, b)
-        elif columns == 1:
-            result = op.ReduceSum(op.Mul(a, op.Transpose(b, perm=swapped)), [rank - 1])
-        elif rows == 1:
-            result = op.ReduceSum(op.Mul(op.Transpose(a, perm=swapped), b), [rank - 2])
-        else:
-            wide = op.Mul(op.Unsqueeze(a, [rank]), op.Unsqueeze(b, [rank - 2]))
-            result = op.ReduceSum(wide, [rank - 1], keepdims=0)
-        replace_node(op, node, [result])
 
 
 def _has_many_pieces(node: ir.Node) -> bool:

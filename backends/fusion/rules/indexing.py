@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,17 @@ def resize(op: Builder, node: ir.Node) -> Sequence[Any] | None:
 
     An axis becomes a gather (nearest neighbour), a weighted sum of gathers, or a product with a small matrix.
     """
+    return axis_by_axis(op, node, _interpolated)
+
+
+def axis_by_axis(
+    op: Builder, node: ir.Node, along: Callable[[Builder, Any, np.ndarray, int, int], Any]
+) -> Sequence[Any] | None:
+    """Resize each axis alone; None where a size is not known before a run, or ``along`` emits nothing.
+
+    Args:
+        along: emits a value of some rank with an axis multiplied by a matrix (after × before).
+    """
     x = operand(node, 0)
     attributes: dict[str, Any] = {**RESIZE, **{k: a.value for k, a in node.attributes.items()}}
     attributes = {k: v.decode() if isinstance(v, bytes) else v for k, v in attributes.items()}
@@ -140,7 +151,9 @@ def resize(op: Builder, node: ir.Node) -> Sequence[Any] | None:
         if attributes["coordinate_transformation_mode"] == "tf_crop_and_resize" and empty.any():
             outside.append(op.const(empty.reshape([-1 if k == axis else 1 for k in range(rank)])))
         if not np.array_equal(matrix, np.eye(resized.before)):
-            value = _interpolated(op, value, matrix, axis, rank)
+            value = along(op, value, matrix, axis, rank)
+        if value is None:
+            return None
     for mask in outside:
         value = op.Where(mask, op.scalar(attributes["extrapolation_value"], value), value)
     return [op.cast_like(value, x)]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from torch import nn
@@ -451,6 +452,36 @@ def test_products_of_vectors_and_many_small_ones_are_kernels(a: tuple[int, ...],
     backend.bind_segment(model, {"x": x, "w": w}, {"y": y})()
     np.testing.assert_allclose(-y, want, rtol=0, atol=2e-6 * np.abs(want).max())
     assert {part.runs for part in backend.segment_parts(model)} == {"kernel"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "scales", "attributes", "others"),
+    [
+        ((3, 8, 20, 21), (2.0, 3.0), 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"', 0),
+        ((3, 8, 20, 40), (0.5, 0.25), 'coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"', 0),
+        ((2, 4, 6, 10, 11), (2.0, 1.0, 2.0), 'mode = "nearest"', 0),
+        ((3, 8, 20, 21), (1.6, 1.3), 'mode = "nearest"', 1),
+        ((3, 8, 20, 21), (2.0, 2.0), 'mode = "cubic", coordinate_transformation_mode = "pytorch_half_pixel"', 2),
+        ((3, 8, 20, 21), (0.55, 1.5), 'mode = "cubic", exclude_outside = 1', 2),
+        ((3, 8, 40, 41), (0.4, 0.3), 'mode = "linear", antialias = 1', 2),
+    ],
+)
+def test_resizing_is_that_of_onnxruntime(
+    shape: tuple[int, ...], scales: tuple[float, ...], attributes: str, others: int, backend: Backend
+) -> None:
+    """``others``: parts that are no kernels: onnxruntime's Resize, or a product for each axis."""
+    after = (*shape[:2], *(int(size * scale) for size, scale in zip(shape[2:], scales, strict=True)))
+    factors = ", ".join(map(str, (1.0, 1.0, *scales)))
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> g (float[{",".join(map(str, shape))}] x) '
+        f"=> (float[{','.join(map(str, after))}] y) {{ scales = Constant<value = float[{len(shape)}] {{{factors}}}>() "
+        f"s = Resize<{attributes}>(x, , scales) y = Mul(s, s) }}"
+    )
+    x, y = np.random.default_rng(0).standard_normal(shape).astype(np.float32), np.zeros(after, np.float32)
+    backend.bind_segment(model, {"x": x}, {"y": y})()
+    (want,) = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    np.testing.assert_allclose(y, want, rtol=0, atol=0 if others < 2 else 3e-6 * want.max())
+    assert sum(part.runs != "kernel" for part in backend.segment_parts(model)) == others
 
 
 @pytest.mark.parametrize("index", ["int64 {1}", "int64 {-1}", "int64[1] {0}"])
