@@ -79,6 +79,7 @@ def export(
         raise UsageError(f"exporter={exporter!r} is none of auto, {', '.join(exporters)}")
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"a torch.nn.Module is expected, not {type(module).__name__}")
+    _refuse_projections(module)
     names, tensors = _bind(module, example_inputs)
     batched = _batched(tensors) if dynamic_batch else []
     if batched and tensors[0].shape[0] == 1:
@@ -106,6 +107,16 @@ def export(
         model.graph, model.graph.outputs, output_names or (["output"] if count == 1 else [f"output_{k}" for k in range(count)])
     )
     return model
+
+
+def _refuse_projections(module: torch.nn.Module) -> None:
+    """Refuse what the newer exporter writes as an LSTM of another hidden size, which no runtime takes."""
+    for name, part in module.named_modules():
+        if getattr(part, "proj_size", 0):
+            raise ModelError(
+                f"{name!r} has proj_size={part.proj_size}, and ONNX has no LSTM with projections: use proj_size=0, or write "
+                "the layer as torch.nn.LSTMCell and torch.nn.Linear in a loop over the steps"
+            )
 
 
 def _warn(module: torch.nn.Module) -> None:

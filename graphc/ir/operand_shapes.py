@@ -1,6 +1,7 @@
 """Checks shapes of operands that ONNX's inference accepts and kernels do not.
 
 Conv(x: [n, 3, 8, 8], w: [6, 3, 3, 3], b: [6, 1, 1])    b must have shape [6]
+LSTM(x, w, r, b, initial_c: [1, n, 12]; hidden_size=6)  initial_c must have 6 elements on its last axis
 MaxPool(x: [n, 3, 8, 8]; kernel_shape=[2147483648, 2])  a loop over 2³¹ taps, nearly all in the padding
 """
 
@@ -18,12 +19,18 @@ _FEW_TAPS = 64
 """A window over an axis may have so many taps, however small the axis is."""
 
 
+_GATES: Mapping[str, int] = {"RNN": 1, "GRU": 3, "LSTM": 4}
+"""Gates of a recurrent layer: its weights have so many rows for each element of the state."""
+
+
 def check_operands(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
-    """Check the bias of convolutions and the windows of pooling, as far as sizes are known.
+    """Check the bias of convolutions, the windows of pooling and the operands of recurrent layers, as far as sizes are known.
 
     Raises:
-        ModelError: a bias of another rank or size; a window that is mostly padding.
+        ModelError: a bias of another rank or size; a window that is mostly padding; a weight or state of another hidden size.
     """
+    if schema.name in _GATES:
+        _check_recurrent(schema, inputs, attributes)
     if not _has_window(schema):
         return
     operands = {formal.name.lower(): value for formal, value in zip(schema.inputs, inputs, strict=False)}
@@ -74,6 +81,24 @@ def _check_vector(op_type: str, value: ir.Value | None, size: int | str | None) 
     if len(shape) != 1 or (isinstance(shape[0], int) and isinstance(size, int) and shape[0] != size):
         expected = f"[{size}]" if isinstance(size, int) else "one axis"
         raise ModelError(f"{op_type} gets {describe_value(value)}, which must have {expected}: one element for each channel")
+
+
+def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
+    hidden = attributes.get("hidden_size")
+    if hidden is None or hidden.is_ref():
+        return
+    gates, size = _GATES[schema.name], hidden.as_int()
+    wanted = {"W": {1: gates * size}, "R": {1: gates * size, 2: size}, "B": {1: 2 * gates * size}, "P": {1: 3 * size}}
+    wanted |= {"initial_h": {2: size}, "initial_c": {2: size}}
+    for formal, value in zip(schema.inputs, inputs, strict=False):
+        shape = _shape(value)
+        for axis, length in wanted.get(formal.name, {}).items() if shape is not None and value is not None else ():
+            found = shape[axis] if axis < len(shape) else length
+            if isinstance(found, int) and found != length:
+                raise ModelError(
+                    f"{schema.name} with hidden_size={size} gets {describe_value(value)} as {formal.name}, "
+                    f"whose axis {axis} must have {length} elements"
+                )
 
 
 def _check_window(op_type: str, x: ir.Value | None, attributes: Mapping[str, ir.Attr]) -> None:

@@ -171,6 +171,8 @@ def test_what_cannot_be_exported() -> None:
 
     with pytest.raises(ModelError, match=r"Odd cannot be exported(.|\n)*torchscript: RuntimeError: no way through"):
         export(Odd(), torch.ones(2, 2), exporter="torchscript")
+    with pytest.raises(ModelError, match=r"'0' has proj_size=4, and ONNX has no LSTM with projections: use proj_size=0"):
+        export(nn.Sequential(nn.LSTM(6, 8, proj_size=4)), torch.ones(3, 2, 6))
     with pytest.raises(UsageError, match=r"do not fit Sequential\.forward"):
         export(mlp(), (torch.ones(1, 6), torch.ones(1, 6)))
     with pytest.raises(UsageError, match="only tensors can be graph inputs"):

@@ -14,6 +14,7 @@ from graphc import frontends
 from graphc.errors import InternalError, ModelError
 from graphc.pipeline import PASSES, PassCall, graph_pass
 from graphc.pipeline import run as run_passes
+from tests.frontends.zoo import legal
 from tests.passes.legalize.legalize_cases import build, normal
 
 Damage = Callable[[onnx.ModelProto], None]
@@ -144,6 +145,15 @@ def test_values_that_kill_other_readers_are_refused(node: onnx.NodeProto, messag
     model = build([node], {"x": (6, 4)}, ["y"], {"i": np.zeros((2, 1), np.int64)}, opset=20)
     with pytest.raises(ModelError, match=message):
         frontends.load(model)
+
+
+def test_a_recurrent_layer_whose_state_has_another_size_is_refused() -> None:
+    """PyTorch's newer exporter writes an LSTM with projections like this, and onnxruntime stops at the first run."""
+    node = helper.make_node("LSTM", ["x", "w", "r", "", "", "", "c"], ["y"], hidden_size=3)
+    held = {"w": normal(1, 12, 4), "r": normal(1, 12, 3), "c": normal(1, 2, 5)}
+    message = r"LSTM with hidden_size=3 gets c:float\[1,2,5\] as initial_c, whose axis 2 must have 3 elements"
+    with pytest.raises(ModelError, match=message):
+        legal(frontends.load(build([node], {"x": (6, 2, 4)}, ["y"], held, opset=20)))
 
 
 def test_an_op_newer_than_the_files_opset_is_read_by_its_first_schema() -> None:
