@@ -37,6 +37,9 @@ def _weight_gradient_is_native(node: ir.Node) -> bool:
 def conv(k: Binding) -> Run:
     """y = Conv(x, w, bias)"""
     (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
+    alone = _depthwise_window(k, x, w)
+    if alone is not None:
+        return depthwise.along_lines(k.pool, x, w, bias, y, alone)
     window = _winograd_window(k, "forward", x, w, y)
     if window is not None:
         return winograd.convolve(k.pool, scratchpad_of(k.pool), x, w, bias, y, window)
@@ -76,6 +79,9 @@ def conv_grad_input(k: Binding) -> Run:
 
 
 def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
+    alone = _depthwise_window(k, dx, w)
+    if alone is not None:
+        return depthwise.gradient_along_lines(k.pool, dy, w, dx, alone)
     window = _winograd_window(k, "input", dx, w, dy)
     if window is not None:
         return winograd.input_gradient(k.pool, scratchpad_of(k.pool), dy, w, dx, window)
@@ -92,6 +98,12 @@ def conv_grad_weight(k: Binding) -> Run:
     if window is not None:
         return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, window)
     return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
+
+
+def _depthwise_window(k: Binding, x: Array, w: Array) -> Window | None:
+    """The window of a convolution of single channels along one axis; else None."""
+    window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
+    return window if depthwise.is_along_a_line(w, x, int(k.attributes.get("group", 1)), window) else None
 
 
 def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:
