@@ -102,8 +102,9 @@ def conv_grad_weight(k: Binding) -> Run:
 
 def _depthwise_window(k: Binding, x: Array, w: Array) -> Window | None:
     """The window of a convolution of single channels along one axis; else None."""
-    window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
-    return window if depthwise.is_along_a_line(w, x, int(k.attributes.get("group", 1)), window) else None
+    if not depthwise.is_along_a_line(w, x, int(k.attributes.get("group", 1))):
+        return None
+    return Window.of(k.attributes, x.shape[2:], w.shape[2:])
 
 
 def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:

@@ -111,50 +111,65 @@ BLOCK = 2048
 """Elements of a line whose sums stay in the cache nearest to a core while all taps are added."""
 
 
-def is_along_a_line(w: Array, x: Array, group: int, window: Window) -> bool:
-    """Whether each channel of x is convolved alone along its one axis, with step 1."""
-    return x.ndim == 3 and w.shape[1] == 1 and group == w.shape[0] == x.shape[1] > 1 and window.strides == (1,)
+def is_along_a_line(w: Array, x: Array, group: int) -> bool:
+    """Whether each channel of x is convolved alone along its one axis."""
+    return x.ndim == 3 and w.shape[1] == 1 and group == w.shape[0] == x.shape[1] > 1
 
 
 def along_lines(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window) -> Run:
     """y = Conv(x, w, bias)"""
-    return _bind_lines(pool, x, w, bias, y, window, window.padding[0][0], 1)
+    return _bind_lines(pool, x, w, bias, y, window, window.padding[0][0], turned=False)
 
 
 def gradient_along_lines(pool: Pool, dy: Array, w: Array, dx: Array, window: Window) -> Run:
-    """dx of y = Conv(x, w): a convolution of dy with the taps in reverse order."""
-    return _bind_lines(pool, dy, w, None, dx, window, window.span[0] - 1 - window.padding[0][0], -1)
+    """dx of y = Conv(x, w): a convolution of dy, spread by the stride, with the taps in reverse order."""
+    return _bind_lines(pool, dy, w, None, dx, window, window.span[0] - 1 - window.padding[0][0], turned=True)
 
 
 def _bind_lines(
-    pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window, begin: int, direction: int
+    pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window, begin: int, *, turned: bool
 ) -> Run:
-    """Bind y = Conv(x, w, bias), with ``begin`` zeros before x and the taps in order (``direction`` 1) or reversed (-1)."""
-    (dilation,), lines = window.dilations, x.shape[0] * x.shape[1]
-    parts = max(1, min(pool.threads, lines, y.size * w.shape[2] // 65536))
-    copies: Array = np.zeros((parts, y.shape[2] + window.span[0] - 1), dtype=np.float32)
+    """Bind y = Conv(x, w, bias), with ``begin`` zeros before x.
+
+    Args:
+        turned: the taps are in reverse order, and the stride lies between the elements of x, not between those of y.
+    """
+    (dilation,), (stride,), lines = window.dilations, window.strides, x.shape[0] * x.shape[1]
+    spread, kept = (stride, 1) if turned else (1, stride)
+    size = (y.shape[2] - 1) * kept + 1
+    parts = max(1, min(pool.threads, lines, lines * size * w.shape[2] // 65536))
+    copies: Array = np.zeros((parts, size + window.span[0] - 1), dtype=np.float32)
+    wide: Array = np.zeros((parts, size if kept > 1 else 1), dtype=np.float32)
     first = np.zeros(len(w), dtype=np.float32) if bias is None else bias
-    arguments = (x.reshape(lines, -1), w.reshape(len(w), -1), direction, first, dilation, begin, y.reshape(lines, -1), copies)
+    numbers = np.array([dilation, begin, spread, kept, size, int(turned)], dtype=np.int64)
+    arguments = (x.reshape(lines, -1), w.reshape(len(w), -1), first, numbers, y.reshape(lines, -1), copies, wide)
     return pool.bind(_convolve_lines, arguments, parts)
 
 
 @jit
-def _convolve_lines(x, w, direction, bias, dilation, begin, y, copies, start, stop):
-    parts, lines, size, taps = copies.shape[0], x.shape[0], y.shape[1], w.shape[1]
+def _convolve_lines(x, w, bias, numbers, y, copies, wide, start, stop):
+    dilation, begin, spread, kept, size, turned = numbers
+    parts, lines, taps = copies.shape[0], x.shape[0], w.shape[1]
+    direction, last = -1 if turned else 1, taps - 1 if turned else 0
     for part in range(start, stop):
         padded = copies[part]
-        low, high = max(0, begin), min(padded.size, x.shape[1] + begin)
+        low = max(0, -(begin // spread))
+        high = min(x.shape[1], (padded.size - 1 - begin) // spread + 1)
         for line in range(lines * part // parts, lines * (part + 1) // parts):
             source, c = x[line], line % w.shape[0]
-            weights, first = w[c], 0 if direction > 0 else taps - 1
-            for i in range(low, high):
-                padded[i] = source[i - begin]
+            if spread == 1:
+                for i in range(low, high):
+                    padded[i + begin] = source[i]
+            else:
+                for i in range(low, high):
+                    padded[i * spread + begin] = source[i]
+            weights, result = w[c], wide[part] if kept > 1 else y[line]
             for at in range(0, size, BLOCK):
-                sums = y[line, at : min(size, at + BLOCK)]
+                sums = result[at : min(size, at + BLOCK)]
                 sums[:] = bias[c]
                 j = 0
                 while j + 4 <= taps:
-                    k = first + j * direction
+                    k = last + j * direction
                     a, b, d, e = weights[k], weights[k + direction], weights[k + 2 * direction], weights[k + 3 * direction]
                     of_a, of_b = padded[at + j * dilation :], padded[at + (j + 1) * dilation :]
                     of_d, of_e = padded[at + (j + 2) * dilation :], padded[at + (j + 3) * dilation :]
@@ -162,7 +177,11 @@ def _convolve_lines(x, w, direction, bias, dilation, begin, y, copies, start, st
                         sums[q] += a * of_a[q] + b * of_b[q] + d * of_d[q] + e * of_e[q]
                     j += 4
                 while j < taps:
-                    a, of_a = weights[first + j * direction], padded[at + j * dilation :]
+                    a, of_a = weights[last + j * direction], padded[at + j * dilation :]
                     for q in range(sums.size):
                         sums[q] += a * of_a[q]
                     j += 1
+            if kept > 1:
+                target = y[line]
+                for q in range(target.size):
+                    target[q] = result[q * kept]

@@ -107,12 +107,14 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 4, 9, 7), f(6, 2, 3, 2), f(6), group=2, **WINDOW),
         c(f(2, 3, 17), f(5, 3, 4), strides=[3], pads=[2, 0]),
         c(f(2, 3, 17), f(3, 1, 6), f(3), group=3, dilations=[2], pads=[2, 9]),
+        c(f(2, 3, 17), f(3, 1, 2), None, group=3, strides=[3], pads=[4, 5]),
         c(*WINOGRAD[:2], f(61), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     ],
     "ConvTranspose": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW)],
     "graphc::ConvGradInput": [
         c(f(2, 6, 5, 7), f(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW),
         c(f(2, 3, 18), f(3, 1, 6), i(2, 3, 17), constants=(2,), group=3, dilations=[2], pads=[2, 9]),
+        c(f(2, 3, 9), f(3, 1, 2), i(2, 3, 17), constants=(2,), group=3, strides=[3], pads=[4, 5]),
         c(WINOGRAD[2], WINOGRAD[1], i(4, 59, 18, 17), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     ],
     "graphc::ConvGradWeight": [
