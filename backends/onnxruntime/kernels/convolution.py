@@ -37,9 +37,9 @@ def _weight_gradient_is_native(node: ir.Node) -> bool:
 def conv(k: Binding) -> Run:
     """y = Conv(x, w, bias)"""
     (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
-    alone = _depthwise_window(k, x, w)
+    alone = _depthwise_window(k, "forward", x, w)
     if alone is not None:
-        return depthwise.along_lines(k.pool, x, w, bias, y, alone)
+        return depthwise.convolve(k.pool, x, w, bias, y, alone)
     window = _winograd_window(k, "forward", x, w, y)
     if window is not None:
         return winograd.convolve(k.pool, scratchpad_of(k.pool), x, w, bias, y, window)
@@ -79,9 +79,9 @@ def conv_grad_input(k: Binding) -> Run:
 
 
 def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
-    alone = _depthwise_window(k, dx, w)
+    alone = _depthwise_window(k, "input", dx, w)
     if alone is not None:
-        return depthwise.gradient_along_lines(k.pool, dy, w, dx, alone)
+        return depthwise.input_gradient(k.pool, dy, w, dx, alone)
     window = _winograd_window(k, "input", dx, w, dy)
     if window is not None:
         return winograd.input_gradient(k.pool, scratchpad_of(k.pool), dy, w, dx, window)
@@ -92,19 +92,19 @@ def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
 def conv_grad_weight(k: Binding) -> Run:
     """dw from x and dy."""
     (x, dy), (dw,) = given(k.inputs, 2), given(k.outputs, 1)
-    if depthwise.is_faster(dw, int(k.attributes.get("group", 1)), library() is not None):
-        return depthwise.weight_gradient(k.pool, x, dw, dy, Window.of(k.attributes, x.shape[2:], dw.shape[2:]))
-    window = _winograd_window(k, "weight", x, dw, dy)
-    if window is not None:
-        return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, window)
+    window = Window.of(k.attributes, x.shape[2:], dw.shape[2:])
+    if depthwise.is_faster(dw, int(k.attributes.get("group", 1)), window.dilations, library() is not None):
+        return depthwise.weight_gradient(k.pool, x, dw, dy, window)
+    found = _winograd_window(k, "weight", x, dw, dy)
+    if found is not None:
+        return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, found)
     return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
 
 
-def _depthwise_window(k: Binding, x: Array, w: Array) -> Window | None:
-    """The window of a convolution of single channels along one axis; else None."""
-    if not depthwise.is_along_a_line(w, x, int(k.attributes.get("group", 1))):
-        return None
-    return Window.of(k.attributes, x.shape[2:], w.shape[2:])
+def _depthwise_window(k: Binding, kind: str, x: Array, w: Array) -> Window | None:
+    """The window of a convolution of single channels that is faster without oneDNN; else None."""
+    window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
+    return window if depthwise.is_fastest(kind, x, w, int(k.attributes.get("group", 1)), window) else None
 
 
 def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:

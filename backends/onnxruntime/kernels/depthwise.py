@@ -1,15 +1,19 @@
-"""Depthwise convolutions: their weight gradient, and along one axis all three.
+"""Depthwise convolutions, where oneDNN computes them element by element, and their weight gradient.
 
 The weight gradient takes one channel at a time, all taps of a row of the window in registers:
 
     dw[c, i, j] = Σ over samples and positions (r, q) of x[n, c, r·stride + i·dilation - pad, …] · dy[n, c, r, q]
 
 oneDNN 3.2 and PyTorch 2.13 compute most windows beyond 3 × 3 as a small product a channel: for 7 × 7, 16 × 96 × 16 × 16, 37 ms
-of one thread (AVX2), where this takes 2.5; for 5 × 5, 6 and 1.3 ms. For 3 × 3 oneDNN is as fast or faster. Along one axis it
-computes element by element: 31 taps over 16 × 64 × 256 take 6.5 ms of two threads, and PyTorch 2.5, where this takes 0.4.
+of one thread (AVX2), where this takes 2.5; for 5 × 5, 6 and 1.3 ms. For 3 × 3 oneDNN is as fast or faster.
+
+Lines, volumes, windows beyond 7 × 7, dilated gradients and several results of a channel are sums of taps over a padded copy of
+a plane. 31 taps over 16 × 64 × 256: oneDNN 3.8 ms of two threads, this 0.35.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,10 +26,11 @@ from graphc.ir.ops.convolution import Window
 taps1, taps3, taps5, taps7 = (taps_function(taps) for taps in (1, 3, 5, 7))
 
 
-def is_faster(dw: Array, group: int, onednn: bool) -> bool:
+def is_faster(dw: Array, group: int, dilations: Sequence[int], onednn: bool) -> bool:
     """Whether this kernel is the fastest one for weights ``dw``: M × C/group × window, beside oneDNN or without it."""
     window = dw.shape[2:]
-    return group > 1 and dw.shape[1] == 1 and len(window) < 3 and (max(window) > 3 or not onednn)
+    several = dw.shape[0] > group or max(dilations) > 1
+    return group > 1 and dw.shape[1] == 1 and len(window) < 3 and (max(window) > 3 or several or not onednn)
 
 
 def weight_gradient(pool: Pool, x: Array, dw: Array, dy: Array, window: Window) -> Run:
@@ -108,80 +113,155 @@ def _weight_gradient(x, dy, dw, geometry, images, slopes, all_sums, offsets, sta
 
 
 BLOCK = 2048
-"""Elements of a line whose sums stay in the cache nearest to a core while all taps are added."""
+"""Results whose sums stay in the cache nearest to a core while all taps are added."""
 
 
-def is_along_a_line(w: Array, x: Array, group: int) -> bool:
-    """Whether each channel of x is convolved alone along its one axis."""
-    return x.ndim == 3 and w.shape[1] == 1 and group == w.shape[0] == x.shape[1] > 1
-
-
-def along_lines(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window) -> Run:
-    """y = Conv(x, w, bias)"""
-    return _bind_lines(pool, x, w, bias, y, window, window.padding[0][0], turned=False)
-
-
-def gradient_along_lines(pool: Pool, dy: Array, w: Array, dx: Array, window: Window) -> Run:
-    """dx of y = Conv(x, w): a convolution of dy, spread by the stride, with the taps in reverse order."""
-    return _bind_lines(pool, dy, w, None, dx, window, window.span[0] - 1 - window.padding[0][0], turned=True)
-
-
-def _bind_lines(
-    pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window, begin: int, *, turned: bool
-) -> Run:
-    """Bind y = Conv(x, w, bias), with ``begin`` zeros before x.
+def is_fastest(kind: str, x: Array, w: Array, group: int, window: Window) -> bool:
+    """Whether :func:`convolve` or :func:`input_gradient` takes less time than oneDNN; for images, measured on AVX2 cores.
 
     Args:
-        turned: the taps are in reverse order, and the stride lies between the elements of x, not between those of y.
+        kind: ``"forward"`` or ``"input"``.
+        x: the operand of the convolution.
     """
-    (dilation,), (stride,), lines = window.dilations, window.strides, x.shape[0] * x.shape[1]
-    spread, kept = (stride, 1) if turned else (1, stride)
-    size = (y.shape[2] - 1) * kept + 1
-    parts = max(1, min(pool.threads, lines, lines * size * w.shape[2] // 65536))
-    copies: Array = np.zeros((parts, size + window.span[0] - 1), dtype=np.float32)
-    wide: Array = np.zeros((parts, size if kept > 1 else 1), dtype=np.float32)
+    if group < 2 or w.shape[1] != 1 or group != x.shape[1]:
+        return False
+    slow = max(window.dilations) > 1 if kind == "input" else max(window.kernel) > 7
+    return x.ndim != 4 or len(w) > group or slow
+
+
+def convolve(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window) -> Run:
+    """y = Conv(x, w, bias), each channel of x alone."""
+    return _bind_planes(pool, x, w, bias, y, window, window.padding[0], turned=False)
+
+
+def input_gradient(pool: Pool, dy: Array, w: Array, dx: Array, window: Window) -> Run:
+    """dx of y = Conv(x, w): a convolution of dy, spread by the strides, with the taps in reverse order."""
+    begin = tuple(span - 1 - before for span, before in zip(window.span, window.padding[0], strict=True))
+    return _bind_planes(pool, dy, w, None, dx, window, begin, turned=True)
+
+
+def _bind_planes(
+    pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window, begin: tuple[int, ...], *, turned: bool
+) -> Run:
+    """Bind y = Conv(x, w, bias), with ``begin`` zeros before each axis of x.
+
+    A plane is copied with its padding, so that each tap lies one distance from the result, and results are computed for whole
+    lines of the copy.
+
+    Args:
+        turned: the taps are in reverse order, and the strides lie between the elements of x, not between those of y.
+    """
+    lift = [1] * (5 - x.ndim)
+    ones, strides = [1, 1, 1], [*lift, *window.strides]
+    spread, kept = (strides, ones) if turned else (ones, strides)
+    given, made = [*lift, *x.shape[2:]], [*lift, *y.shape[2:]]
+    tall = [(size - 1) * step + 1 for size, step in zip(made, kept, strict=True)]
+    depth, height, width = (size + span - 1 for size, span in zip(tall, [*lift, *window.span], strict=True))
+    steps = [height * width, width, 1]
+    size = sum((n - 1) * step for n, step in zip(tall, steps, strict=True)) + 1
+    taps = np.indices([*lift, *window.kernel]).reshape(3, -1)
+    offsets = (taps * np.array([*lift, *window.dilations])[:, None] * np.array(steps)[:, None]).sum(axis=0)
+    direct = x.ndim == 3 and kept == ones
+    outs = len(w) // (y if turned else x).shape[1]
+    planes = y.shape[0] * y.shape[1]
+    parts = max(1, min(pool.threads, planes, planes * size * len(offsets) // 65536))
+    copies: Array = np.zeros((parts, depth * height * width), dtype=np.float32)
+    wide: Array = np.zeros((parts, 1 if direct else size), dtype=np.float32)
     first = np.zeros(len(w), dtype=np.float32) if bias is None else bias
-    numbers = np.array([dilation, begin, spread, kept, size, int(turned)], dtype=np.int64)
-    arguments = (x.reshape(lines, -1), w.reshape(len(w), -1), first, numbers, y.reshape(lines, -1), copies, wide)
-    return pool.bind(_convolve_lines, arguments, parts)
+    numbers = np.array(
+        [given, made, spread, kept, [*(0 for _ in lift), *begin], steps, [size, outs, int(turned)]], dtype=np.int64
+    )
+    arguments = (
+        x.reshape(x.shape[0] * x.shape[1], *given),
+        w.reshape(len(w), -1),
+        first,
+        numbers,
+        offsets[::-1].copy() if turned else offsets,
+        y.reshape(planes, -1),
+        copies,
+        wide,
+    )
+    return pool.bind(_convolve_planes, arguments, parts)
 
 
 @jit
-def _convolve_lines(x, w, bias, numbers, y, copies, wide, start, stop):
-    dilation, begin, spread, kept, size, turned = numbers
-    parts, lines, taps = copies.shape[0], x.shape[0], w.shape[1]
-    direction, last = -1 if turned else 1, taps - 1 if turned else 0
-    for part in range(start, stop):
-        padded = copies[part]
-        low = max(0, -(begin // spread))
-        high = min(x.shape[1], (padded.size - 1 - begin) // spread + 1)
-        for line in range(lines * part // parts, lines * (part + 1) // parts):
-            source, c = x[line], line % w.shape[0]
-            if spread == 1:
-                for i in range(low, high):
-                    padded[i + begin] = source[i]
+def _copy_plane(source, numbers, target):
+    """target[position · spread + begin] = source[position], where that lies inside."""
+    size, spread, begin, steps = numbers[0], numbers[2], numbers[4], numbers[5]
+    tall, wide = target.size // steps[0], steps[1]
+    rows = steps[0] // wide
+    low = max(0, -(begin[2] // spread[2]))
+    high = min(size[2], (wide - 1 - begin[2]) // spread[2] + 1)
+    for d in range(size[0]):
+        slab = d * spread[0] + begin[0]
+        if not 0 <= slab < tall:
+            continue
+        for h in range(size[1]):
+            row = h * spread[1] + begin[1]
+            if not 0 <= row < rows:
+                continue
+            at, line = slab * steps[0] + row * wide + begin[2], source[d, h]
+            if spread[2] == 1:
+                for q in range(low, high):
+                    target[at + q] = line[q]
             else:
-                for i in range(low, high):
-                    padded[i * spread + begin] = source[i]
-            weights, result = w[c], wide[part] if kept > 1 else y[line]
-            for at in range(0, size, BLOCK):
-                sums = result[at : min(size, at + BLOCK)]
-                sums[:] = bias[c]
-                j = 0
-                while j + 4 <= taps:
-                    k = last + j * direction
-                    a, b, d, e = weights[k], weights[k + direction], weights[k + 2 * direction], weights[k + 3 * direction]
-                    of_a, of_b = padded[at + j * dilation :], padded[at + (j + 1) * dilation :]
-                    of_d, of_e = padded[at + (j + 2) * dilation :], padded[at + (j + 3) * dilation :]
-                    for q in range(sums.size):
-                        sums[q] += a * of_a[q] + b * of_b[q] + d * of_d[q] + e * of_e[q]
-                    j += 4
-                while j < taps:
-                    a, of_a = weights[last + j * direction], padded[at + j * dilation :]
-                    for q in range(sums.size):
-                        sums[q] += a * of_a[q]
-                    j += 1
-            if kept > 1:
-                target = y[line]
-                for q in range(target.size):
-                    target[q] = result[q * kept]
+                for q in range(low, high):
+                    target[at + q * spread[2]] = line[q]
+
+
+@jit
+def _add_taps(padded, weights, offsets, results):
+    """results[i] += Σ weights[tap] · padded[i + offsets[tap]], four taps at a time."""
+    for at in range(0, results.size, BLOCK):
+        sums = results[at : min(results.size, at + BLOCK)]
+        j = 0
+        while j + 4 <= offsets.size:
+            a, b, c, d = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+            of_a, of_b = padded[at + offsets[j] :], padded[at + offsets[j + 1] :]
+            of_c, of_d = padded[at + offsets[j + 2] :], padded[at + offsets[j + 3] :]
+            for q in range(sums.size):
+                sums[q] += a * of_a[q] + b * of_b[q] + c * of_c[q] + d * of_d[q]
+            j += 4
+        while j < offsets.size:
+            a, of_a = weights[j], padded[at + offsets[j] :]
+            for q in range(sums.size):
+                sums[q] += a * of_a[q]
+            j += 1
+
+
+@jit
+def _convolve_planes(x, w, bias, numbers, offsets, y, copies, wide, start, stop):
+    size, kept, steps = numbers[1], numbers[3], numbers[5]
+    _, outs, turned = numbers[6]
+    parts, planes = copies.shape[0], y.shape[0]
+    channels = w.shape[0] // outs if turned else w.shape[0]  # of y
+    for part in range(start, stop):
+        padded, direct = copies[part], wide.shape[1] == 1
+        for plane in range(planes * part // parts, planes * (part + 1) // parts):
+            sample, c = plane // channels, plane % channels
+            results = y[plane] if direct else wide[part]
+            results[:] = 0.0 if turned else bias[c]
+            for out in range(outs if turned else 1):
+                source = sample * w.shape[0] + c * outs + out if turned else (sample * w.shape[0] + c) // outs
+                _copy_plane(x[source], numbers, padded)
+                weights = w[c * outs + out if turned else c]
+                if kept[0] == 1 and kept[1] == 1:
+                    _add_taps(padded, weights, offsets, results)
+                    continue
+                for d in range(size[0]):  # rows between those of y are left out
+                    for h in range(size[1]):
+                        at = d * kept[0] * steps[0] + h * kept[1] * steps[1]
+                        _add_taps(padded[at:], weights, offsets, results[at : at + (size[2] - 1) * kept[2] + 1])
+            if direct:
+                continue
+            target, n = y[plane], 0
+            for d in range(size[0]):
+                for h in range(size[1]):
+                    at = d * kept[0] * steps[0] + h * kept[1] * steps[1]
+                    if kept[2] == 1:
+                        for q in range(size[2]):
+                            target[n + q] = results[at + q]
+                    else:
+                        for q in range(size[2]):
+                            target[n + q] = results[at + q * kept[2]]
+                    n += size[2]

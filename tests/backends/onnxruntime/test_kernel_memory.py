@@ -108,6 +108,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 17), f(5, 3, 4), strides=[3], pads=[2, 0]),
         c(f(2, 3, 17), f(3, 1, 6), f(3), group=3, dilations=[2], pads=[2, 9]),
         c(f(2, 3, 17), f(3, 1, 2), None, group=3, strides=[3], pads=[4, 5]),
+        c(f(2, 3, 5, 6, 7), f(6, 1, 3, 2, 3), f(6), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
         c(*WINOGRAD[:2], f(61), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     ],
     "ConvTranspose": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW)],
@@ -115,6 +116,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 6, 5, 7), f(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW),
         c(f(2, 3, 18), f(3, 1, 6), i(2, 3, 17), constants=(2,), group=3, dilations=[2], pads=[2, 9]),
         c(f(2, 3, 9), f(3, 1, 2), i(2, 3, 17), constants=(2,), group=3, strides=[3], pads=[4, 5]),
+        c(f(2, 6, 5, 3, 9), f(6, 1, 3, 2, 3), i(2, 3, 5, 6, 7), constants=(2,), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
         c(WINOGRAD[2], WINOGRAD[1], i(4, 59, 18, 17), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
     ],
     "graphc::ConvGradWeight": [
