@@ -7,6 +7,8 @@ Resize, cubic                    ─►  M₁ · x · M₂ᵀ with matrices of a
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -80,7 +82,7 @@ def _resize_axis_by_axis(op: Builder, graph: ir.Graph) -> None:
     """
     for node in _nodes(graph, "Resize"):
         mode = node.attributes.get_string("mode", "nearest")
-        smooth = mode == "cubic" or node.attributes.get_int("antialias", 0)
+        smooth = mode == "cubic" or node.attributes.get_int("antialias", 0) == 1
         crops = node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
         if required(node.inputs[0]).dtype == ir.DataType.FLOAT and not crops and (smooth or mode == "nearest"):
             op.before, op.scope = node, node.name or node.op_type
@@ -89,7 +91,7 @@ def _resize_axis_by_axis(op: Builder, graph: ir.Graph) -> None:
                 replace_node(op, node, result)
 
 
-def _product(op: Builder, x: ir.Value, matrix: np.ndarray, axis: int, rank: int) -> ir.Value:
+def _product(op: Builder, x: ir.Value, matrix: np.ndarray, axis: int, rank: int) -> Any:
     weights, shape = matrix.astype(np.float32), list(shape_of(x))
     if axis == rank - 1:
         return op.MatMul(x, op.const(np.ascontiguousarray(weights.T)))
@@ -97,7 +99,7 @@ def _product(op: Builder, x: ir.Value, matrix: np.ndarray, axis: int, rank: int)
     return op.Reshape(op.MatMul(op.const(weights), lines), op.const([*shape[:axis], len(matrix), *shape[axis + 1 :]]))
 
 
-def _repetition(op: Builder, x: ir.Value, matrix: np.ndarray, axis: int, rank: int) -> ir.Value | None:
+def _repetition(op: Builder, x: ir.Value, matrix: np.ndarray, axis: int, rank: int) -> Any | None:
     (after, before), shape, chosen = matrix.shape, list(shape_of(x)), matrix.argmax(axis=1)
     if np.array_equal(chosen, np.arange(after) // max(1, after // before)):
         repeated = op.Expand(op.Unsqueeze(x, [axis + 1]), op.const([*shape[: axis + 1], after // before, *shape[axis + 1 :]]))

@@ -94,7 +94,8 @@ def drop_biases_of_volumes(graph: ir.Graph) -> None:
         of_weight = parts[0].producer() if len(parts) > 1 and parts[0] is not None else None
         if of_weight is None or of_weight.op_type != "Shape" or of_weight.inputs[0] is not node.inputs[1]:
             continue
-        scalar = ir.convenience.get_const_tensor(zero.inputs[0]) if zero is not None and zero.op_type == "CastLike" else None
+        number = zero.inputs[0] if zero is not None and zero.op_type == "CastLike" else None
+        scalar = None if number is None else ir.convenience.get_const_tensor(number)
         if scalar is not None and scalar.size == 1 and not scalar.numpy().item():
             node.resize_inputs(2)
 

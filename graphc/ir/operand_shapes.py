@@ -92,7 +92,9 @@ def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | Non
     wanted |= {"initial_h": {2: size}, "initial_c": {2: size}}
     for formal, value in zip(schema.inputs, inputs, strict=False):
         shape = _shape(value)
-        for axis, length in wanted.get(formal.name, {}).items() if shape is not None and value is not None else ():
+        if value is None or shape is None:
+            continue
+        for axis, length in wanted.get(formal.name, {}).items():
             found = shape[axis] if axis < len(shape) else length
             if isinstance(found, int) and found != length:
                 raise ModelError(
