@@ -5,8 +5,8 @@
             y = ReduceSum(Reshape(rows, [bags, length, width]), axis 1)           # where all bags have one length
 
 PyTorch's exporters write the Loop: the newer one with a sequence that grows by a bag in each iteration, and a record of what it
-stands for (``aten.embedding_bag``); the older one with a bag as scan output. Other loops stay, that of ``padding_idx`` among
-them, which leaves rows out. An empty bag is 0, as in PyTorch; the older exporter's mean of one would be NaN.
+stands for (``aten.embedding_bag``); the older one with a bag as scan output. With ``padding_idx`` an inner Loop collects the
+rows to read; here the others count as 0. An empty bag is 0, as in PyTorch; the older exporter's mean of one would be NaN.
 """
 
 from __future__ import annotations
@@ -25,21 +25,29 @@ from graphc.ir.symbolic_dims import product
 
 @dataclass(frozen=True, slots=True)
 class _Bags:
-    """What a Loop over bags reads: ``rows`` (N × width), ``offsets`` of bags and of the end (bags + 1), and ``mode``."""
+    """What a Loop over bags reads: ``rows`` (N × width), ``offsets`` of bags and of the end (bags + 1), and ``mode``.
+
+    Attributes:
+        kept: bool (N × 1): which rows count; None: all.
+    """
 
     rows: ir.Value
     offsets: ir.Value
     mode: str
+    kept: ir.Value | None = None
 
 
 def compute_bags_at_once(graph: ir.Graph) -> None:
     """Replace the Loops of ``graph`` that PyTorch's exporters wrote for EmbeddingBag."""
     for node in [n for n in graph if n.op_type == "Loop" and n.domain == ""]:
         op = Builder(graph, before=node, scope=node.name or "EmbeddingBag")
-        bags, old = (_bags(node), _joined(node)) if stands_for(node, "embedding_bag") else (_scanned(op, node), node.outputs[0])
+        if stands_for(node, "embedding_bag"):
+            bags, old = _bags(node) or _padded(op, node), _joined(node)
+        else:
+            bags, old = _scanned(op, node), node.outputs[0]
         if bags is None or old is None:
             continue
-        made = op.Identity(_of_one_length(op, bags) or _of_any_length(op, bags))
+        made = op.Identity(_computed(op, bags))
         name, old.name = old.name, op.unique(f"{old.name}.replaced", value=True)
         old.replace_all_uses_with(made, replace_graph_outputs=True)
         made.name = name
@@ -74,8 +82,7 @@ def _scanned(op: Builder, loop: ir.Node) -> _Bags | None:
         return None
     if table is None or not _is_outside(table, body) or len(dims(table) or ()) != 2:
         return None
-    mode = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}[reduce.op_type]
-    return _Bags(op.Gather(table, indices, axis=0), starts, mode)
+    return _Bags(op.Gather(table, indices, axis=0), starts, _MODES[reduce.op_type])
 
 
 def _maker(value: ir.Value | None, *ops: str) -> ir.Node | None:
@@ -147,6 +154,57 @@ def _bags(loop: ir.Node) -> _Bags | None:
     modes = {frozenset({"ReduceSum"}): "sum", frozenset({"ReduceSum", "ReduceMean"}): "mean", frozenset({"ReduceMax"}): "max"}
     mode = modes.get(frozenset(reduced))
     return None if mode is None else _Bags(table, start, mode)
+
+
+def _padded(op: Builder, loop: ir.Node) -> _Bags | None:
+    """Bags that leave out an index: an inner Loop over a bag collects the places of all others."""
+    body = loop.attributes["body"].as_graph()
+    inner = [node for node in body if node.op_type == "Loop"]
+    if len(inner) != 1:
+        return None
+    collecting = list(inner[0].attributes["body"].as_graph().all_nodes())
+    left_out = [known for n in collecting if n.op_type == "Equal" and (known := constant(n.inputs[1])) is not None]
+    indices = {n.inputs[0] for n in collecting if n.op_type == "Gather"}
+    offsets = {n.inputs[0] for n in body if n.op_type == "Gather"}
+    tables = {n.inputs[0] for n in body.all_nodes() if n.op_type == "Gather"} - indices - offsets
+    reduced = {n.op_type for n in body.all_nodes() if n.op_type.startswith("Reduce")}
+    mode = _MODES.get(reduced.pop()) if len(reduced) == 1 else None
+    if mode is None or not len(left_out) == len(indices) == len(offsets) == len(tables) == 1:
+        return None
+    (places,), (starts,), (rows,) = indices, offsets, tables
+    table = _table_behind(rows)
+    if places is None or starts is None or rows is None or table is None or not is_float(rows) or len(dims(rows) or ()) != 2:
+        return None
+    if not all(_is_outside(value, body) for value in (places, starts, rows)):
+        return None
+    count = op.CastLike(op.Shape(table, end=1), places)  # an index may count from the end
+    left = op.const(left_out[0].reshape(-1).astype(dtype_of(places).numpy()))
+    return _Bags(rows, starts, mode, op.Unsqueeze(op.Not(op.Equal(op.Mod(places, count), op.Mod(left, count))), [1]))
+
+
+def _table_behind(rows: ir.Value | None) -> ir.Value | None:
+    """The table of which rows were gathered, and perhaps weighted."""
+    maker = _maker(rows, "Cast", "Mul", "Gather")
+    while maker is not None and maker.op_type != "Gather":
+        maker = _maker(maker.inputs[0], "Cast", "Mul", "Gather")
+    return maker.inputs[0] if maker is not None else None
+
+
+def _computed(op: Builder, bags: _Bags) -> Any:
+    if bags.kept is None:
+        return _of_one_length(op, bags) or _of_any_length(op, bags)
+    rows, most = bags.rows, bags.mode == "max"
+    nothing = op.scalar(float(np.finfo(dtype_of(rows).numpy()).min) if most else 0, rows)
+    result = _computed(op, _Bags(op.Where(bags.kept, rows, nothing), bags.offsets, "max" if most else "sum"))
+    if bags.mode == "sum":
+        return result
+    counts = _computed(op, _Bags(op.CastLike(bags.kept, rows), bags.offsets, "sum"))
+    if most:
+        return op.Where(op.Equal(counts, op.scalar(0, rows)), op.scalar(0, rows), result)
+    return op.Div(result, op.Max(counts, op.scalar(1, rows)))
+
+
+_MODES = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}
 
 
 def _of_one_length(op: Builder, bags: _Bags) -> ir.Value | None:

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.full  # each case is exported
 
 
 class OfMatrix(nn.Module):
-    def __init__(self, mode: str, last: bool = False) -> None:
+    def __init__(self, mode: str, last: bool = False, padding: int | None = None) -> None:
         super().__init__()
-        self.bags, self.head = nn.EmbeddingBag(50, 8, mode=mode, include_last_offset=last), nn.Linear(8, 5)
+        self.bags = nn.EmbeddingBag(50, 8, mode=mode, include_last_offset=last, padding_idx=padding)
+        self.head = nn.Linear(8, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.bags(x))
@@ -46,11 +47,28 @@ def test_bags_train_as_in_pytorch_without_a_loop(kind: str, mode: str, exporter:
     else:
         module, inputs = OfOffsets(mode, kind == "last offset"), (torch.randint(0, 50, (40,)), torch.tensor(OFFSETS))
     label = torch.randint(0, 5, (6 if kind == "last offset" else 7,))
+    trains_as_in_pytorch(module, inputs, label, exporter)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [3, -50])
+def test_padding_is_left_out_of_bags(mode: str, padding: int) -> None:
+    torch.manual_seed(0)
+    matrix = torch.where(torch.rand(7, 6) < 0.4, padding % 50, torch.randint(0, 50, (7, 6)))
+    matrix[4] = padding % 50
+    label = torch.randint(0, 5, (7,))
+    with pytest.warns(UserWarning, match=r"no padding_idx"):
+        trains_as_in_pytorch(OfMatrix(mode, padding=padding), (matrix,), label, "dynamo")
+        module = OfOffsets(mode, padding=padding)
+        trains_as_in_pytorch(module, (matrix.reshape(-1)[:40], torch.tensor(OFFSETS)), label, "dynamo")
+
+
+def trains_as_in_pytorch(module: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor, exporter: str) -> None:
     model = export(module, inputs, exporter=exporter)
     program = graphc.compile(model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.5))
     ops = {node.op_type for node in program.model.graph}
     assert not ops & {"Loop", "Scan"}
-    assert ("CumSum" in ops) == (kind != "matrix")
+    assert ("CumSum" in ops) == (len(inputs) > 1)
     feeds = {**dict(zip(("x", "offsets"), (value.numpy() for value in inputs), strict=False)), "label": label.numpy()}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     with graphc.Trainer(program, threads=1) as trainer:
