@@ -19,17 +19,13 @@ _FEW_TAPS = 64
 """A window over an axis may have so many taps, however small the axis is."""
 
 
-_GATES: Mapping[str, int] = {"RNN": 1, "GRU": 3, "LSTM": 4}
-"""Gates of a recurrent layer: its weights have so many rows for each element of the state."""
-
-
 def check_operands(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
     """Check the bias of convolutions, the windows of pooling and the operands of recurrent layers, as far as sizes are known.
 
     Raises:
         ModelError: a bias of another rank or size; a window that is mostly padding; a weight or state of another hidden size.
     """
-    if schema.name in _GATES:
+    if "hidden_size" in schema.attributes:
         _check_recurrent(schema, inputs, attributes)
     if not _has_window(schema):
         return
@@ -87,8 +83,9 @@ def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | Non
     hidden = attributes.get("hidden_size")
     if hidden is None or hidden.is_ref():
         return
-    gates, size = _GATES[schema.name], hidden.as_int()
-    wanted = {"W": {1: gates * size}, "R": {1: gates * size, 2: size}, "B": {1: 2 * gates * size}, "P": {1: 3 * size}}
+    size, rows = hidden.as_int(), _shape(inputs[2])
+    gates = rows[1] if rows is not None and len(rows) == 3 else None
+    wanted = {"W": {1: gates}, "R": {2: size}, "B": {1: 2 * gates if isinstance(gates, int) else None}, "P": {1: 3 * size}}
     wanted |= {"initial_h": {2: size}, "initial_c": {2: size}}
     for formal, value in zip(schema.inputs, inputs, strict=False):
         shape = _shape(value)
@@ -96,7 +93,7 @@ def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | Non
             continue
         for axis, length in wanted.get(formal.name, {}).items():
             found = shape[axis] if axis < len(shape) else length
-            if isinstance(found, int) and found != length:
+            if isinstance(found, int) and isinstance(length, int) and found != length:
                 raise ModelError(
                     f"{schema.name} with hidden_size={size} gets {describe_value(value)} as {formal.name}, "
                     f"whose axis {axis} must have {length} elements"

@@ -40,7 +40,11 @@ def sort(k: Binding) -> Run:
     room: Array = np.zeros((parts, 4, size), dtype=np.uint32)
     counts: Array = np.zeros((parts, 4, 256), dtype=np.int32)
     numbers = np.array([lines, size, inner, int(k.attributes.get("largest", 1))], dtype=np.int64)
-    return k.pool.bind(_sort, (x.reshape(-1).view(np.uint32), numbers, values.reshape(-1).view(np.uint32), places.reshape(-1), room, counts), parts)
+    return k.pool.bind(
+        _sort,
+        (x.reshape(-1).view(np.uint32), numbers, values.reshape(-1).view(np.uint32), places.reshape(-1), room, counts),
+        parts,
+    )
 
 
 @exact

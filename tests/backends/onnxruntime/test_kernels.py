@@ -142,7 +142,7 @@ def test_transposed_convolution_is_that_of_pytorch(
         close(native("ConvTranspose", operands, attributes, pool, [y])[0], y)
 
 
-@pytest.mark.parametrize("case", CONVOLUTIONS[:-1])
+@pytest.mark.parametrize("case", [case for case in CONVOLUTIONS if len(case[3]) < 3])
 def test_weight_gradient_without_onednn(case: tuple[Any, ...], pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution, "library", lambda: None)
     attributes, (x, w, _, _, dy, _, dw) = convolve(case)

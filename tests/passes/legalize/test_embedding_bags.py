@@ -57,10 +57,9 @@ def test_padding_is_left_out_of_bags(mode: str, padding: int) -> None:
     matrix = torch.where(torch.rand(7, 6) < 0.4, padding % 50, torch.randint(0, 50, (7, 6)))
     matrix[4] = padding % 50
     label = torch.randint(0, 5, (7,))
-    with pytest.warns(UserWarning, match=r"no padding_idx"):
-        trains_as_in_pytorch(OfMatrix(mode, padding=padding), (matrix,), label, "dynamo")
-        module = OfOffsets(mode, padding=padding)
-        trains_as_in_pytorch(module, (matrix.reshape(-1)[:40], torch.tensor(OFFSETS)), label, "dynamo")
+    for kind, inputs in ((OfMatrix, (matrix,)), (OfOffsets, (matrix.reshape(-1)[:40], torch.tensor(OFFSETS)))):
+        with pytest.warns(UserWarning, match=r"no padding_idx"):
+            trains_as_in_pytorch(kind(mode, padding=padding), inputs, label, "dynamo")
 
 
 def trains_as_in_pytorch(module: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor, exporter: str) -> None:
