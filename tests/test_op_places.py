@@ -5,7 +5,7 @@ Counted is each source file of graphc/, passes/ and backends/ in which the op's 
 are not counted: a rule that creates an op does not change with how the op is computed. Rooms that are not counted, and why:
 
 * ``backends/numpy``, ``backends/onnxruntime``: other targets, with at most one kernel of their own for an op
-* ``passes`` except ``gradients``, ``backends/cupy/rewrite`` except ``rules``, ``backends/host/rewrites.py``: a graph rewrite matches
+* ``passes`` except ``gradients``, ``backends/cupy/rewrite`` except ``rules``, ``backends/host/rewrites.py``: a rewrite matches
   particular ops
 * ``graphc/frontends``, ``graphc/ir/opset_adapters.py``: they translate what other programs wrote
 * ``graphc/plan/node_costs.py``, ``graphc/report/step_measure.py``: what is known of the time of products

@@ -85,19 +85,24 @@ def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | Non
         return
     size, rows = hidden.as_int(), _shape(inputs[2])
     gates = rows[1] if rows is not None and len(rows) == 3 else None
-    wanted = {"W": {1: gates}, "R": {2: size}, "B": {1: 2 * gates if isinstance(gates, int) else None}, "P": {1: 3 * size}}
-    wanted |= {"initial_h": {2: size}, "initial_c": {2: size}}
+    both = 2 * gates if isinstance(gates, int) else None
+    wanted = {
+        "W": (1, gates),
+        "R": (2, size),
+        "B": (1, both),
+        "P": (1, 3 * size),
+        "initial_h": (2, size),
+        "initial_c": (2, size),
+    }
     for formal, value in zip(schema.inputs, inputs, strict=False):
-        shape = _shape(value)
-        if value is None or shape is None:
+        shape, (axis, length) = _shape(value), wanted.get(formal.name, (0, None))
+        if value is None or shape is None or axis >= len(shape):
             continue
-        for axis, length in wanted.get(formal.name, {}).items():
-            found = shape[axis] if axis < len(shape) else length
-            if isinstance(found, int) and isinstance(length, int) and found != length:
-                raise ModelError(
-                    f"{schema.name} with hidden_size={size} gets {describe_value(value)} as {formal.name}, "
-                    f"whose axis {axis} must have {length} elements"
-                )
+        if isinstance(shape[axis], int) and isinstance(length, int) and shape[axis] != length:
+            raise ModelError(
+                f"{schema.name} with hidden_size={size} gets {describe_value(value)} as {formal.name}, "
+                f"whose axis {axis} must have {length} elements"
+            )
 
 
 def _check_window(op_type: str, x: ir.Value | None, attributes: Mapping[str, ir.Attr]) -> None:
