@@ -132,7 +132,7 @@ def test_without_a_gpu_it_ends_soon_and_says_what_failed(bundle: Path, tmp_path:
     assert left == {"summary.json", "doctor.json", "smoke.jsonl", "log.txt"}
 
 
-@pytest.mark.full
+@pytest.mark.large
 def test_every_test_file_runs_in_a_process_of_its_own(script: Any, bundle: Path, tmp_path: Path) -> None:
     cupy = "from types import SimpleNamespace as N\ncuda = N(runtime=N(getDeviceCount=lambda: 1, deviceSynchronize=lambda: 0))"
     run = started(script, bundle, tmp_path / "out")

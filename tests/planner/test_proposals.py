@@ -140,7 +140,7 @@ zero-bubble schedule sums gradients of weights when parameters of ZeRO's third s
 """
 
 
-@pytest.mark.full  # seven programs on four workers each
+@pytest.mark.large  # seven programs on four workers each
 def test_the_fastest_proposals_train_and_hold_what_was_predicted(
     proposals: dict[tuple[object, ...], Predicted], held: dict[int, int]
 ) -> None:

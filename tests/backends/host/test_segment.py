@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
@@ -20,10 +19,8 @@ import graphc
 from graphc.backend import BACKENDS, Backend, make_backend
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import compile_segment
-from graphc.backends.host.segment_code import KernelPart, SegmentCode
-from graphc.device import aligned_zeros
-from graphc.ir.facts import dtype_of, shape_of
 from tests.backends.fusion.fusion_cases import CASES, legal_case
+from tests.backends.host.segment_models import results_of, text
 from tests.conformance.suite import plain
 
 LEFT = frozenset(
@@ -50,23 +47,6 @@ def backend() -> Any:
     made.close()
 
 
-def results_of(model: onnx.ModelProto, feeds: dict[str, np.ndarray], backend: Any) -> dict[str, np.ndarray]:
-    """What a segment computes; every output is poisoned first."""
-    graph = ir.from_proto(model).graph
-    outputs = {v.name or "": np.full(shape_of(v), 77, dtype_of(v).numpy()) for v in graph.outputs}
-    given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
-    code = compile_segment(model)
-    assert any(isinstance(part, KernelPart) for part in code.parts)
-    code.bind(given, outputs, backend.pool, backend.bind_session, aligned_zeros, {})()
-    read = SegmentCode.from_bytes(code.to_bytes())
-    assert read is not None, "its kernels are on disk"
-    again = {name: np.full_like(array, 78) for name, array in outputs.items()}
-    read.bind(given, again, backend.pool, backend.bind_session, aligned_zeros, {})()
-    for name, array in outputs.items():
-        assert array.tobytes() == again[name].tobytes(), "code from disk computes the same bits"
-    return outputs
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_cases_of_the_standard_run_as_compiled_kernels(name: str, backend: Backend) -> None:
     case, proto, feeds = legal_case(name)
@@ -78,11 +58,6 @@ def test_cases_of_the_standard_run_as_compiled_kernels(name: str, backend: Backe
     found = results_of(proto, feeds, backend)
     for value, expected in zip(case.model.graph.output, map(plain, outputs), strict=True):
         np.testing.assert_allclose(found[value.name], expected, rtol=case.rtol, atol=max(case.atol, 1e-6))
-
-
-def text(body: str, shape: str, out: str | None = None) -> onnx.ModelProto:
-    head = f'<ir_version: 10, opset_import: ["": 21]> g (float[{shape}] x) => (float[{out or shape}] y)'
-    return onnx.shape_inference.infer_shapes(onnx.parser.parse_model(f"{head} {{ {body} }}"))
 
 
 X = np.concatenate([np.linspace(-100, 100, 20001), np.geomspace(1e-40, 1e38, 4000), -np.geomspace(1e-40, 1e2, 999)])
@@ -271,7 +246,7 @@ def test_machine_code_is_kept_for_the_next_process_and_made_again_where_it_is_da
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
     script = (
         "import numpy as np, onnx; from graphc.backend import BACKENDS;"
-        "from tests.backends.host.test_segment import results_of, text;"
+        "from tests.backends.host.segment_models import results_of, text;"
         "b = BACKENDS['onnxruntime'](threads=1, spin=False); x = np.arange(8, dtype=np.float32);"
         "print(results_of(text('y = Sigmoid(x)', '8'), {'x': x}, b)['y'].tobytes().hex())"
     )
@@ -294,7 +269,7 @@ import sys
 import numpy as np, onnx
 from graphc.backend import BACKENDS
 from graphc.backends.host import shared
-from tests.backends.host.test_segment import text
+from tests.backends.host.segment_models import text
 
 if sys.argv[1] == "later":
     def compile_segment(*arguments): raise AssertionError("compiled again")

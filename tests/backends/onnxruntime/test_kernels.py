@@ -416,7 +416,7 @@ print(worst < 1e-5, worst)
 
 
 @pytest.mark.full  # processes that compile
-@pytest.mark.parametrize("lanes", params([4, 16], large=[4]))
+@pytest.mark.parametrize("lanes", params([4, 16], large=[4, 16]))
 def test_products_in_panels_with_vectors_of_other_processors(
     lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,7 +427,7 @@ def test_products_in_panels_with_vectors_of_other_processors(
 
 
 @pytest.mark.full  # processes that compile
-@pytest.mark.parametrize("lanes", params([4, 16], large=[4]))
+@pytest.mark.parametrize("lanes", params([4, 16], large=[4, 16]))
 def test_attention_with_vectors_of_other_processors(lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))
     tests = f"{__file__}::test_attention_against_pytorch"
