@@ -2,7 +2,7 @@
 
 A length is a product of small numbers r. Each factor is one pass over the lines, from one buffer to another: transforms of r
 numbers, multiplied by roots of one (Stockham's order, which leaves the result in its natural one). An inverse transform is a
-transform with real and imaginary parts exchanged. Two real lines are one complex line, and so are the halves of the spectra of
+transform in reverse order. Two real lines are one complex line, and so are the halves of the spectra of
 two real lines: a + i·b, whose transform is the sum of one that is its own conjugate mirror image and one that is the negative.
 
 Source: C. Van Loan, Computational Frameworks for the Fast Fourier Transform, 1992, sections 1.7 and 4.3.
@@ -20,7 +20,7 @@ from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
-from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, butterfly_function, floats_at
+from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, butterfly_function, floats_at, transpose_square
 from graphc.device import Array, Run
 from graphc.ir.facts import constant, static_dims
 
@@ -154,112 +154,191 @@ def _bind(
     each = 2 * points * 2 * LANES
     scratch.reserve(4 * parts * each)
     numbers = np.array(
-        [points, kind, int(found.inverse), read, sizes[1], *lines, *places[0], *places[1], groups, parts], dtype=np.int64
+        [
+            points,
+            kind,
+            int(found.inverse),
+            read,
+            sizes[1],
+            *lines,
+            *places[0],
+            *places[1],
+            groups,
+            parts,
+            x.shape[-1],
+            y.shape[-1],
+        ],
+        dtype=np.int64,
     )
-    flat = np.ones(points, dtype=np.float32) if window is None else window.reshape(-1)
+    weights = np.ones(0, dtype=np.float32) if window is None else window.reshape(-1)
     scale = np.float32(1 / points if found.inverse else 1)
-    arguments: tuple[Any, ...] = (x.reshape(-1), flat, y.reshape(-1), numbers, *_factors(points), scale, scratch.cell)
+    arguments: tuple[Any, ...] = (x.reshape(-1), weights, y.reshape(-1), numbers, *_factors(points), scale, scratch.cell)
     return k.pool.bind(_transform_lines, arguments, parts)
 
 
 @jit
-def _start(line, lines, inner, outer_step, inner_step):
-    """Where a line begins; behind the last line, where that one begins."""
-    line = min(line, lines - 1)
+def _start(line, inner, outer_step, inner_step):
+    """Where a line begins."""
     return line // inner * outer_step + line % inner * inner_step
 
 
 @jit
-def _read(x, window, numbers, group, buffer):
+def _spacing(first, last, lines, inner, outer_step, inner_step):
+    """Floats from each line of a group to the next; 0 where they differ or a line is missing."""
+    if last >= lines:
+        return 0
+    if inner == 1:
+        return outer_step
+    return inner_step if first // inner == last // inner else 0
+
+
+@jit
+def _turn_lines(count, lines, line_step, rows, row_step):
+    """rows[f, lane] = lines[lane, f] for LANES lines of ``count`` floats; steps in floats, between addresses of each."""
+    whole = count - count % LANES
+    for f in range(0, whole, LANES):
+        transpose_square(lines + 4 * f, 4 * line_step, rows + 4 * f * row_step, 4 * row_step)
+    return whole
+
+
+@jit
+def _turn_rows(count, rows, row_step, lines, line_step):
+    """lines[lane, f] = rows[f, lane], as above."""
+    whole = count - count % LANES
+    for f in range(0, whole, LANES):
+        transpose_square(rows + 4 * f * row_step, 4 * row_step, lines + 4 * f, 4 * line_step)
+    return whole
+
+
+@jit
+def _read(x, numbers, group, buffer):
     """Fill buffer[element, part, lane] with the lines of one group."""
-    points, kind, inverse, read = numbers[0], numbers[1], numbers[2], numbers[3]
-    inner, step = numbers[6], numbers[9]
+    points, kind, read, inner, step, given = numbers[0], numbers[1], numbers[3], numbers[6], numbers[9], numbers[15]
     lines = numbers[5] * inner
-    real = 1 if inverse else 0
-    imaginary = 1 - real
+    together = 1 if kind == 0 else 2
     if read < points:
         buffer[:] = 0.0
-    for lane in range(LANES):
+    first = group * LANES * together
+    space = _spacing(first, first + LANES * together - 1, lines, inner, numbers[7], numbers[8])
+    at = _start(first, inner, numbers[7], numbers[8])
+    if kind < 2 and space == given and step != given:  # lines lie side by side
+        for n in range(read):
+            source, real, imaginary = x[at + n * step :], buffer[n, 0], buffer[n, 1]
+            for lane in range(LANES):
+                real[lane] = source[2 * lane]
+                imaginary[lane] = source[2 * lane + 1]
+        return
+    done = 0
+    if kind < 2 and space > 0 and step == given:  # each line is contiguous
+        data, rows = x.ctypes.data + 4 * at, buffer.ctypes.data
         if kind == 0:
-            at = _start(group * LANES + lane, lines, inner, numbers[7], numbers[8])
-            for n in range(read):
-                place = at + n * step
-                buffer[n, real, lane] = x[place] * window[n]
-                buffer[n, imaginary, lane] = x[place + 1] * window[n]
+            done = _turn_lines(2 * read, data, space, rows, LANES) // 2
+        else:
+            done = _turn_lines(read, data, 2 * space, rows, 2 * LANES)
+            _turn_lines(read, data + 4 * space, 2 * space, rows + 4 * LANES, 2 * LANES)
+    for lane in range(LANES):
+        line = min(first + together * lane, lines - 1)  # a missing line repeats the last one
+        at = _start(line, inner, numbers[7], numbers[8])
+        if kind == 0:
+            for n in range(done, read):
+                buffer[n, 0, lane] = x[at + n * step]
+                buffer[n, 1, lane] = x[at + n * step + 1]
             continue
-        line = 2 * (group * LANES + lane)
-        at, other = (
-            _start(line, lines, inner, numbers[7], numbers[8]),
-            _start(line + 1, lines, inner, numbers[7], numbers[8]),
-        )
+        other = _start(min(line + 1, lines - 1), inner, numbers[7], numbers[8])
         if kind == 1:
-            for n in range(read):
-                buffer[n, real, lane] = x[at + n * step] * window[n]
-                buffer[n, imaginary, lane] = x[other + n * step] * window[n]
+            for n in range(done, read):
+                buffer[n, 0, lane] = x[at + n * step]
+                buffer[n, 1, lane] = x[other + n * step]
             continue
         for n in range(read):
             a, b = at + n * step, other + n * step
             alone = n == 0 or 2 * n == points
             turned, also = np.float32(0.0) if alone else x[a + 1], np.float32(0.0) if alone else x[b + 1]
-            buffer[n, real, lane] = x[a] - also
-            buffer[n, imaginary, lane] = x[b] + turned
+            buffer[n, 0, lane] = x[a] - also
+            buffer[n, 1, lane] = x[b] + turned
             if not alone:
-                buffer[points - n, real, lane] = x[a] + also
-                buffer[points - n, imaginary, lane] = x[b] - turned
+                buffer[points - n, 0, lane] = x[a] + also
+                buffer[points - n, 1, lane] = x[b] - turned
 
 
 @jit
-def _write(buffer, y, numbers, group, scale):
-    """Write the lines of one group from buffer[element, part, lane]."""
-    points, kind, inverse, written = numbers[0], numbers[1], numbers[2], numbers[4]
-    inner, step = numbers[6], numbers[12]
+def _reverse(buffer, scale):
+    """Bring the result of a transform into the order of the inverse one, and divide it by its length."""
+    points = buffer.shape[0]
+    for n in range(points // 2 + 1):
+        mirror = points - n if n > 0 else 0
+        for part in range(2):
+            here, there = buffer[n, part], buffer[mirror, part]
+            for lane in range(LANES):
+                low, high = here[lane] * scale, there[lane] * scale
+                here[lane] = high
+                there[lane] = low
+
+
+@jit
+def _separate(buffer, second, result, written):
+    """The spectra of the first or second lines of all pairs, as result[element, part, lane]."""
+    points = buffer.shape[0]
+    half = np.float32(0.5)
+    for n in range(written):
+        mirror = points - n if n > 0 else 0
+        for lane in range(LANES):
+            a, b, c, d = buffer[n, 0, lane], buffer[n, 1, lane], buffer[mirror, 0, lane], buffer[mirror, 1, lane]
+            result[n, 0, lane] = (b + d) * half if second else (a + c) * half
+            result[n, 1, lane] = (c - a) * half if second else (b - d) * half
+
+
+@jit
+def _write(buffer, y, numbers, first, together, part):
+    """Write complex lines, or one part of them, from buffer[element, part, lane].
+
+    Lane 0 holds line ``first`` and the next lane the line ``together`` further on. ``part``: 2 for both parts of a number.
+    """
+    written, inner, step, made = numbers[4], numbers[6], numbers[12], numbers[16]
     lines = numbers[5] * inner
-    real = 1 if inverse else 0
-    imaginary = 1 - real
+    space = _spacing(first, first + (LANES - 1) * together, lines, inner, numbers[10], numbers[11]) * together
+    at, done = _start(first, inner, numbers[10], numbers[11]), 0
+    if space > 0 and step == made:
+        data, rows = y.ctypes.data + 4 * at, buffer.ctypes.data
+        if part == 2:
+            done = _turn_rows(2 * written, rows, LANES, data, space) // 2
+        else:
+            done = _turn_rows(written, rows + 4 * part * LANES, 2 * LANES, data, space)
+    elif space > 0:
+        for n in range(written):
+            target = y[at + n * step :]
+            real, imaginary = buffer[n, 0 if part == 2 else part], buffer[n, 1]
+            for lane in range(LANES):
+                target[lane * space] = real[lane]
+                if part == 2:
+                    target[lane * space + 1] = imaginary[lane]
+        return
     for lane in range(LANES):
-        if kind == 0:
-            if group * LANES + lane >= lines:
-                return
-            at = _start(group * LANES + lane, lines, inner, numbers[10], numbers[11])
-            for n in range(written):
-                y[at + n * step] = buffer[n, real, lane] * scale
-                y[at + n * step + 1] = buffer[n, imaginary, lane] * scale
-            continue
-        line = 2 * (group * LANES + lane)
+        line = first + lane * together
         if line >= lines:
             return
-        both = line + 1 < lines
-        at, other = (
-            _start(line, lines, inner, numbers[10], numbers[11]),
-            _start(line + 1, lines, inner, numbers[10], numbers[11]),
-        )
-        if kind == 2:
-            for n in range(written):
-                y[at + n * step] = buffer[n, real, lane] * scale
-            for n in range(written if both else 0):
-                y[other + n * step] = buffer[n, imaginary, lane] * scale
-            continue
-        half = np.float32(0.5) * scale
-        for n in range(written):
-            mirror = points - n if n > 0 else 0
-            y[at + n * step] = (buffer[n, real, lane] + buffer[mirror, real, lane]) * half
-            y[at + n * step + 1] = (buffer[n, imaginary, lane] - buffer[mirror, imaginary, lane]) * half
-        for n in range(written if both else 0):
-            mirror = points - n if n > 0 else 0
-            y[other + n * step] = (buffer[n, imaginary, lane] + buffer[mirror, imaginary, lane]) * half
-            y[other + n * step + 1] = (buffer[mirror, real, lane] - buffer[n, real, lane]) * half
+        at = _start(line, inner, numbers[10], numbers[11])
+        for n in range(done, written):
+            y[at + n * step] = buffer[n, 0 if part == 2 else part, lane]
+            if part == 2:
+                y[at + n * step + 1] = buffer[n, 1, lane]
 
 
 @jit
 def _transform_lines(x, window, y, numbers, passes, roots, scale, cell, start, stop):
-    points, groups, parts = numbers[0], numbers[13], numbers[14]
+    points, kind, groups, parts = numbers[0], numbers[1], numbers[13], numbers[14]
     element = 8 * LANES  # bytes
     for part in range(start, stop):
         here = cell[0] + part * 2 * points * element
         there = here + points * element
         for group in range(groups * part // parts, groups * (part + 1) // parts):
             a, b = here, there
-            _read(x, window, numbers, group, array_of(floats_at(a), (points, 2, LANES)))
+            lines = array_of(floats_at(a), (points, 2, LANES))
+            _read(x, numbers, group, lines)
+            for n in range(window.size):
+                for lane in range(LANES):
+                    lines[n, 0, lane] *= window[n]
+                    lines[n, 1, lane] *= window[n]
             left, done, factors = points, 1, roots.ctypes.data
             for radix in passes:
                 left //= radix
@@ -283,4 +362,16 @@ def _transform_lines(x, window, y, numbers, passes, roots, scale, cell, start, s
                     factors += (radix - 1) * 8
                 done *= radix
                 a, b = b, a
-            _write(array_of(floats_at(a), (points, 2, LANES)), y, numbers, group, scale)
+            found, room = array_of(floats_at(a), (points, 2, LANES)), array_of(floats_at(b), (points, 2, LANES))
+            if numbers[2]:
+                _reverse(found, scale)
+            if kind == 0:
+                _write(found, y, numbers, group * LANES, 1, 2)
+                continue
+            for second in range(2):
+                first = 2 * group * LANES + second
+                if kind == 2:
+                    _write(found, y, numbers, first, 2, second)
+                else:
+                    _separate(found, second, room, numbers[4])
+                    _write(room, y, numbers, first, 2, 2)
