@@ -84,7 +84,8 @@ def _resize_axis_by_axis(op: Builder, graph: ir.Graph) -> None:
         mode = node.attributes.get_string("mode", "nearest")
         smooth = mode == "cubic" or node.attributes.get_int("antialias", 0) == 1
         crops = node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
-        if required(node.inputs[0]).dtype == ir.DataType.FLOAT and not crops and (smooth or mode == "nearest"):
+        x = required(node.inputs[0])
+        if x.dtype == ir.DataType.FLOAT and 0 not in shape_of(x) and not crops and (smooth or mode == "nearest"):
             op.before, op.scope = node, node.name or node.op_type
             result = axis_by_axis(op, node, _product if smooth else _repetition)
             if result is not None:

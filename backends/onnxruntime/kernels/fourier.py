@@ -2,8 +2,8 @@
 
 A length is a product of small numbers r. Each factor is one pass over the lines, from one buffer to another: transforms of r
 numbers, multiplied by roots of one (Stockham's order, which leaves the result in its natural one). An inverse transform is a
-transform in reverse order. Two real lines are one complex line, and so are the halves of the spectra of
-two real lines: a + i·b, whose transform is the sum of one that is its own conjugate mirror image and one that is the negative.
+transform in reverse order. Two real lines are one complex line, and so are the halves of the spectra of two real lines: a + i·b,
+whose transform is the sum of one that is its own conjugate mirror image and one that is the negative.
 
 Source: C. Van Loan, Computational Frameworks for the Fast Fourier Transform, 1992, sections 1.7 and 4.3.
 """
@@ -66,7 +66,11 @@ def _transform_of(node: ir.Node) -> _Transform | None:
         window = None if inputs[2] is None else static_dims(inputs[2])
         length = _integer(inputs[3])
         points = length if length is not None else None if window is None else window[0]
-        return None if points is None or _integer(inputs[1]) is None else _Transform(1, points, False, one_sided)
+        step = _integer(inputs[1])
+        if points is None or step is None or step < 1 or (window is not None and window != (points,)):
+            return None
+        inside = (result[1] - 1) * step + points <= x[1]
+        return _Transform(1, points, False, one_sided) if inside else None
     axis = -2 if inputs[2] is None else _integer(inputs[2])
     if axis is None:
         return None
