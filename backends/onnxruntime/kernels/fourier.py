@@ -2,8 +2,8 @@
 
 A length is a product of small numbers r. Each factor is one pass over the lines, from one buffer to another: transforms of r
 numbers, multiplied by roots of one (Stockham's order, which leaves the result in its natural one). An inverse transform is a
-transform in reverse order. Two real lines are one complex line, and so are the halves of the spectra of two real lines: a + i·b,
-whose transform is the sum of one that is its own conjugate mirror image and one that is the negative.
+transform in reverse order. Two real lines a and b are one complex line a + i·b, whose transform is the sum of one that is its
+own conjugate mirror image and one that is the negative of it; so are the halves of two spectra of real lines.
 
 Source: C. Van Loan, Computational Frameworks for the Fast Fourier Transform, 1992, sections 1.7 and 4.3.
 """
