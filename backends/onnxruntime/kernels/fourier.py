@@ -33,6 +33,12 @@ of_2, of_3, of_4, of_5, of_7, of_11, of_13 = (butterfly_function(points) for poi
 COMPLEX, REAL, HALVES = range(3)
 """What lines are read: complex ones, pairs of real ones, or halves of pairs of spectra."""
 
+LENGTH, KIND, INVERSE, READ, WRITTEN, OUTER, INNER = range(7)
+X_OUTER, X_INNER, X_STEP, Y_OUTER, Y_INNER, Y_STEP, GROUPS, PARTS, X_FLOATS, Y_FLOATS = range(7, 17)
+"""Places in the numbers that the loops get: points, kind, whether it is inverse, elements read and written of a line, outer and
+inner lines; for x and y the steps of :func:`_bind`; groups of lines, parts of threads, floats of an element of x and of y.
+"""
+
 
 def factors_of(length: int) -> list[int] | None:
     """The passes of a transform; None where a factor is too large for one."""
@@ -157,23 +163,9 @@ def _bind(
     parts, scratch = max(1, min(k.pool.threads, groups, x.size // 4096)), scratchpad_of(k.pool)
     each = 2 * points * 2 * LANES
     scratch.reserve(4 * parts * each)
-    numbers = np.array(
-        [
-            points,
-            kind,
-            int(found.inverse),
-            read,
-            sizes[1],
-            *lines,
-            *places[0],
-            *places[1],
-            groups,
-            parts,
-            x.shape[-1],
-            y.shape[-1],
-        ],
-        dtype=np.int64,
-    )
+    floats = x.shape[-1], y.shape[-1]
+    kinds = points, kind, int(found.inverse), read, sizes[1]
+    numbers = np.array([*kinds, *lines, *places[0], *places[1], groups, parts, *floats], dtype=np.int64)
     weights = np.ones(0, dtype=np.float32) if window is None else window.reshape(-1)
     scale = np.float32(1 / points if found.inverse else 1)
     arguments: tuple[Any, ...] = (x.reshape(-1), weights, y.reshape(-1), numbers, *_factors(points), scale, scratch.cell)
@@ -217,15 +209,22 @@ def _turn_rows(count, rows, row_step, lines, line_step):
 @jit
 def _read(x, numbers, group, buffer):
     """Fill buffer[element, part, lane] with the lines of one group."""
-    points, kind, read, inner, step, given = numbers[0], numbers[1], numbers[3], numbers[6], numbers[9], numbers[15]
-    lines = numbers[5] * inner
-    together = 1 if kind == 0 else 2
+    points, kind, read, inner, step, given = (
+        numbers[LENGTH],
+        numbers[KIND],
+        numbers[READ],
+        numbers[INNER],
+        numbers[X_STEP],
+        numbers[X_FLOATS],
+    )
+    lines = numbers[OUTER] * inner
+    together = 1 if kind == COMPLEX else 2
     if read < points:
         buffer[:] = 0.0
     first = group * LANES * together
-    space = _spacing(first, first + LANES * together - 1, lines, inner, numbers[7], numbers[8])
-    at = _start(first, inner, numbers[7], numbers[8])
-    if kind < 2 and space == given and step != given:  # lines lie side by side
+    space = _spacing(first, first + LANES * together - 1, lines, inner, numbers[X_OUTER], numbers[X_INNER])
+    at = _start(first, inner, numbers[X_OUTER], numbers[X_INNER])
+    if kind != HALVES and space == given and step != given:  # lines lie side by side
         for n in range(read):
             source, real, imaginary = x[at + n * step :], buffer[n, 0], buffer[n, 1]
             for lane in range(LANES):
@@ -233,23 +232,23 @@ def _read(x, numbers, group, buffer):
                 imaginary[lane] = source[2 * lane + 1]
         return
     done = 0
-    if kind < 2 and space > 0 and step == given:  # each line is contiguous
+    if kind != HALVES and space > 0 and step == given:  # each line is contiguous
         data, rows = x.ctypes.data + 4 * at, buffer.ctypes.data
-        if kind == 0:
+        if kind == COMPLEX:
             done = _turn_lines(2 * read, data, space, rows, LANES) // 2
         else:
             done = _turn_lines(read, data, 2 * space, rows, 2 * LANES)
             _turn_lines(read, data + 4 * space, 2 * space, rows + 4 * LANES, 2 * LANES)
     for lane in range(LANES):
         line = min(first + together * lane, lines - 1)  # a missing line repeats the last one
-        at = _start(line, inner, numbers[7], numbers[8])
-        if kind == 0:
+        at = _start(line, inner, numbers[X_OUTER], numbers[X_INNER])
+        if kind == COMPLEX:
             for n in range(done, read):
                 buffer[n, 0, lane] = x[at + n * step]
                 buffer[n, 1, lane] = x[at + n * step + 1]
             continue
-        other = _start(min(line + 1, lines - 1), inner, numbers[7], numbers[8])
-        if kind == 1:
+        other = _start(min(line + 1, lines - 1), inner, numbers[X_OUTER], numbers[X_INNER])
+        if kind == REAL:
             for n in range(done, read):
                 buffer[n, 0, lane] = x[at + n * step]
                 buffer[n, 1, lane] = x[other + n * step]
@@ -298,10 +297,10 @@ def _write(buffer, y, numbers, first, together, part):
 
     Lane 0 holds line ``first`` and the next lane the line ``together`` further on. ``part``: 2 for both parts of a number.
     """
-    written, inner, step, made = numbers[4], numbers[6], numbers[12], numbers[16]
-    lines = numbers[5] * inner
-    space = _spacing(first, first + (LANES - 1) * together, lines, inner, numbers[10], numbers[11]) * together
-    at, done = _start(first, inner, numbers[10], numbers[11]), 0
+    written, inner, step, made = numbers[WRITTEN], numbers[INNER], numbers[Y_STEP], numbers[Y_FLOATS]
+    lines = numbers[OUTER] * inner
+    space = _spacing(first, first + (LANES - 1) * together, lines, inner, numbers[Y_OUTER], numbers[Y_INNER]) * together
+    at, done = _start(first, inner, numbers[Y_OUTER], numbers[Y_INNER]), 0
     if space > 0 and step == made:
         data, rows = y.ctypes.data + 4 * at, buffer.ctypes.data
         if part == 2:
@@ -321,7 +320,7 @@ def _write(buffer, y, numbers, first, together, part):
         line = first + lane * together
         if line >= lines:
             return
-        at = _start(line, inner, numbers[10], numbers[11])
+        at = _start(line, inner, numbers[Y_OUTER], numbers[Y_INNER])
         for n in range(done, written):
             y[at + n * step] = buffer[n, 0 if part == 2 else part, lane]
             if part == 2:
@@ -330,7 +329,7 @@ def _write(buffer, y, numbers, first, together, part):
 
 @jit
 def _transform_lines(x, window, y, numbers, passes, roots, scale, cell, start, stop):
-    points, kind, groups, parts = numbers[0], numbers[1], numbers[13], numbers[14]
+    points, kind, groups, parts = numbers[LENGTH], numbers[KIND], numbers[GROUPS], numbers[PARTS]
     element = 8 * LANES  # bytes
     for part in range(start, stop):
         here = cell[0] + part * 2 * points * element
@@ -367,15 +366,15 @@ def _transform_lines(x, window, y, numbers, passes, roots, scale, cell, start, s
                 done *= radix
                 a, b = b, a
             found, room = array_of(floats_at(a), (points, 2, LANES)), array_of(floats_at(b), (points, 2, LANES))
-            if numbers[2]:
+            if numbers[INVERSE]:
                 _reverse(found, scale)
-            if kind == 0:
+            if kind == COMPLEX:
                 _write(found, y, numbers, group * LANES, 1, 2)
                 continue
             for second in range(2):
                 first = 2 * group * LANES + second
-                if kind == 2:
+                if kind == HALVES:
                     _write(found, y, numbers, first, 2, second)
                 else:
-                    _separate(found, second, room, numbers[4])
+                    _separate(found, second, room, numbers[WRITTEN])
                     _write(room, y, numbers, first, 2, 2)
