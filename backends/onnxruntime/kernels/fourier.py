@@ -209,14 +209,8 @@ def _turn_rows(count, rows, row_step, lines, line_step):
 @jit
 def _read(x, numbers, group, buffer):
     """Fill buffer[element, part, lane] with the lines of one group."""
-    points, kind, read, inner, step, given = (
-        numbers[LENGTH],
-        numbers[KIND],
-        numbers[READ],
-        numbers[INNER],
-        numbers[X_STEP],
-        numbers[X_FLOATS],
-    )
+    points, kind, read = numbers[LENGTH], numbers[KIND], numbers[READ]
+    inner, step, given = numbers[INNER], numbers[X_STEP], numbers[X_FLOATS]
     lines = numbers[OUTER] * inner
     together = 1 if kind == COMPLEX else 2
     if read < points:
