@@ -37,7 +37,7 @@ wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-6
 demo: $(BASE)  ## train the digits model on two workers (about a minute, installation apart)
 	$(BIN)/graphc demo
 
-test: $(STAMP) $(KERNELS)  ## the whole test suite, lint and types (15 to 24 minutes on 2 slow cores; the aim is 10)
+test: $(STAMP) $(KERNELS)  ## the whole test suite, lint and types (12 to 24 minutes on 2 slow cores; the aim is 10)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
