@@ -4,9 +4,12 @@
     after    a, l = graphc.ScaledDotProductAttention(q, k, v, bias; saves=logsumexp, finite=1);  y = Where(hidden, 0, a)
 
 A fused kernel saves one number per row. It supports only additive masks, and no mask over every key of a query. So booleans
-and infinities become -1e30. Rows that may be masked entirely are set to zero after the kernel, and their adjoints before the
-gradient's kernel. The mask of a dropout becomes zeros and ones in the type of q, with its factor as an attribute; the gradient
-redraws the mask, so none is kept for the backward pass. Backends that have the op ask for this pass; shapes are static.
+and infinities become -1e30. Rows that may be masked entirely are set to zero after the kernel, and before the gradient's kernel
+so are their adjoints, while their saved number is set to 1e30, from which every probability is 0.
+
+The mask of a dropout becomes zeros and ones in the type of q; the gradient redraws it, so none is kept for the backward pass.
+Its factor multiplies the kernel's result and, before the gradient's kernel, the adjoint; products take such factors in.
+Backends that have the op ask for this pass; shapes are static.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ FORWARD, BACKWARD = "ScaledDotProductAttention", "ScaledDotProductAttentionGrad"
 KEEP = {FORWARD: 4, BACKWARD: 7}
 """Index of the dropout mask among the operands."""
 
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
 LOW = -1e30
 """Stands for minus infinity: a float32 score vanishes when this is added."""
 
@@ -40,7 +45,10 @@ def flash_attention(model: ir.Model, ctx: Context) -> bool:
     graph, op = model.graph, Builder(model.graph)
     nodes = [node for node in graph if node.domain == "graphc" and node.op_type in (FORWARD, BACKWARD)]
     changed = [_save_rows(node) for node in nodes if node.op_type == FORWARD]
-    drawn = [_draw_bits(op, node) for node in nodes]
+    plain: dict[ir.Value, ir.Value] = {}
+    nodes, old = [_draw_bits(op, node, plain) for node in nodes], nodes
+    drawn = [new is not None for new in nodes]
+    nodes = [new or node for new, node in zip(nodes, old, strict=True)]
     if any(drawn):
         dead_code_elimination(graph)
     changed += drawn
@@ -75,22 +83,48 @@ def _save_rows(node: ir.Node) -> bool:
     return True
 
 
-def _draw_bits(op: Builder, node: ir.Node) -> bool:
-    """Give the node its own mask of zeros and ones, instead of the factors of its dropout."""
+def _draw_bits(op: Builder, node: ir.Node, plain: dict[ir.Value, ir.Value]) -> ir.Node | None:
+    """Replace the node by one with its own mask of zeros and ones, instead of the factors of its dropout; None: no dropout.
+
+    Args:
+        plain: by each result of a forward node, what its kernel writes.
+    """
     index = KEEP[node.op_type]
     keep = node.inputs[index] if len(node.inputs) > index else None
     drawn = drawn_mask(keep)
     if keep is None or drawn is None:
-        return False
-    q = input_of(node, 1 if node.op_type == BACKWARD else 0)
+        return None
+    inputs, backward = list(node.inputs), node.op_type == BACKWARD
+    q = input_of(node, 1 if backward else 0)
     op.before, op.scope = node, f"{node.name or node.op_type}/keep"
     values = OPS[drawn.op_type].attribute_values(drawn)
     mask = op.emit(drawn.op_type, drawn.inputs, values, domain="graphc", outputs=1)[0]
     ones = op.cast_like(op.Greater(mask, op.scalar(0, mask)), q)
     shape = static_dims(keep) or ()
-    node.replace_input_with(index, op.Reshape(ones, [*[1] * (4 - len(shape)), *shape]))
-    node.attributes["factor"] = ir.AttrFloat32("factor", dropout_scale(values["ratio"]))
-    return True
+    inputs[index] = op.Reshape(ones, [*[1] * (4 - len(shape)), *shape])
+    factor = dropout_scale(values["ratio"])
+    if backward:
+        inputs[0], inputs[5] = scaled(op, input_of(node, 0), factor), plain.get(input_of(node, 5), inputs[5])
+    attributes = {**OPS[node.op_type].attribute_values(node), "factor": 1.0}
+    made = list(op.emit(node.op_type, inputs, attributes, domain="graphc", outputs=len(node.outputs)))
+    new = made[0].producer()
+    if not backward:
+        kernels = made[0]
+        made[0] = scaled(op, kernels, factor)
+        plain[made[0]] = kernels
+    for old, value in zip(node.outputs, made, strict=True):
+        replace(op.graph, op, old, value)
+    op.graph.remove(node, safe=True)
+    return new
+
+
+def scaled(op: Builder, x: ir.Value, factor: float) -> ir.Value:
+    """x · factor, of which half precision rounds the result only."""
+    if factor == 1:
+        return x
+    wide = op.Cast(x, to=int(ir.DataType.FLOAT)) if x.dtype in HALVES else x
+    found: ir.Value = op.cast_like(op.Mul(wide, op.scalar(factor, wide)), x)
+    return found
 
 
 def _lengths(node: ir.Node) -> list[int]:
@@ -137,8 +171,9 @@ def _with_mask(graph: ir.Graph, op: Builder, node: ir.Node, number: ir.Value, hi
     axes, inputs = operand_axes(attributes["layout"])[3], list(node.inputs)
     rows = None if hidden is None else from_heads(op, hidden, axes)
     inputs[4 if backward else 3] = number
-    if backward and rows is not None and inputs[0] is not None:
+    if backward and rows is not None and hidden is not None:
         inputs[0] = op.Where(rows, op.scalar(0, inputs[0]), inputs[0])
+        inputs[6] = op.Where(op.Squeeze(hidden, [-1]), op.scalar(-LOW, inputs[6]), inputs[6])
     made = list(op.emit(node.op_type, inputs, {**attributes, "finite": 1}, domain="graphc", outputs=len(node.outputs)))
     if not backward and rows is not None:
         made[0] = op.Where(rows, op.scalar(0, made[0]), made[0])

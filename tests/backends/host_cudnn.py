@@ -64,7 +64,7 @@ def attend(a: Attention, read: Mapping[str, Any]) -> dict[str, Any]:
         scores = scores + read["mask"]
     if a.causal:
         scores = np.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
-    keep = a.factor * read["keep"] if a.keep is not None else 1.0
+    keep = read["keep"] if a.keep is not None else 1.0
     if not a.backward:
         top = scores.max(-1, keepdims=True)
         saved = top + np.log(np.exp(scores - top).sum(-1, keepdims=True))

@@ -23,7 +23,6 @@ from graphc.backends.cupy.device.device_timer import DeviceTimer
 from graphc.backends.cupy.libraries import gemm_kernel
 from graphc.backends.cupy.libraries.gemm import (
     DOMAIN,
-    HALVES,
     PRODUCT_OPS,
     TYPES,
     GemmCall,
@@ -167,7 +166,7 @@ class Products:
         bias, aux = NOWHERE + aligned[4], NOWHERE + aligned[5]  # the library checks these two addresses
         nowhere = Pointers(NOWHERE, NOWHERE, NOWHERE, NOWHERE, bias, aux)
         plan = MatmulPlan(self._lt, self._compute, product, nowhere, self._tf32)
-        proposals = self._proposals(plan, aligned, exact=self._deterministic or product.result in HALVES)
+        proposals = self._proposals(plan, aligned)
         best: dict[str, Any] = {"algorithm": [], "seconds": 0.0}
         if not proposals:
             return best
@@ -195,19 +194,17 @@ class Products:
         self._device.trim()
         return best
 
-    def _proposals(self, plan: MatmulPlan, aligned: Sequence[int], *, exact: bool) -> list[Any]:
-        """The library's proposals.
+    def _proposals(self, plan: MatmulPlan, aligned: Sequence[int]) -> list[Any]:
+        """The library's proposals in which blocks that share a sum store their parts in the compute type.
 
-        Args:
-            exact: blocks that share a sum store their parts in the compute type.
+        Blocks that add to the result in place would do so in the order in which they finish.
         """
         lt = self._lt
         preference = lt.matmul_preference_create()
         names = lt.MatmulPreferenceAttribute
         values = {names.MAX_WORKSPACE_BYTES: WORKSPACE}
         values.update(zip([names[f"MIN_ALIGNMENT_{x}_BYTES"] for x in "ABCD"], aligned[:4], strict=True))
-        if exact:
-            values[names.REDUCTION_SCHEME_MASK] = COMPUTE_TYPE
+        values[names.REDUCTION_SCHEME_MASK] = COMPUTE_TYPE
         for attribute, value in values.items():
             held = np.array([value], dtype=lt.get_matmul_preference_attribute_dtype(int(attribute)))
             lt.matmul_preference_set_attribute(preference, int(attribute), held.ctypes.data, held.nbytes)

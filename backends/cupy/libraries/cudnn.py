@@ -90,6 +90,10 @@ class Description(Protocol):
     def operands(self) -> tuple[str, ...]:
         """The names of the tensors that the call reads."""
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether plans that sum in another order every time are barred even if the backend is not deterministic."""
+
 
 def identities(description: Description) -> dict[str, int]:
     """The library's id of each tensor."""
@@ -144,7 +148,7 @@ def barred(description: Description, *, deterministic: bool, tf32: bool) -> list
     gradient, do not affect the products.
     """
     found = ["REDUCED_PRECISION_REDUCTION"]
-    if deterministic:
+    if deterministic or description.repeatable:
         found.append("NONDETERMINISTIC")
     if not tf32 and description.tensors[description.operands[0]].dtype == ir.DataType.FLOAT:
         found += ["TENSOR_CORE", "DOWN_CONVERT_INPUTS"]

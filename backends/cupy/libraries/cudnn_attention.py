@@ -8,7 +8,7 @@ the next product reads them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -54,8 +54,8 @@ class Attention:
     Attributes:
         y: form of the result (forward) and of its adjoint (backward).
         mask: form of the numbers added to the scores; None: no mask.
-        keep: form of the dropout mask of zeros and ones that multiplies the probabilities, followed by ``factor``; None: no
-            dropout.
+        keep: form of the dropout mask of zeros and ones that multiplies the probabilities; None: no dropout. cuDNN is given
+            no factor: 9.19 multiplies Σ dy·y by it, whatever it is told of its inverse (seen on an H100).
         deterministic: whether the gradient sums in a fixed order.
     """
 
@@ -69,7 +69,10 @@ class Attention:
     backward: bool = False
     deterministic: bool = False
     keep: Tensor | None = None
-    factor: float = 1.0
+
+    @property
+    def repeatable(self) -> bool:
+        return False
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -93,9 +96,8 @@ class Attention:
         if self.mask is not None:
             options["bias"] = tensors["mask"]
         if self.keep is not None:
-            numbers = (self.factor, 1 / self.factor) if self.backward else (self.factor,)
-            kind = cudnn.scalar_type.RUNTIME_PARAM
-            options["dropout"] = (tensors["keep"], *(graph.tensor_scalar(number, kind) for number in numbers))
+            ones = (graph.tensor_scalar(1.0, cudnn.scalar_type.RUNTIME_PARAM) for _ in range(2 if self.backward else 1))
+            options["dropout"] = (tensors["keep"], *ones)
         q, k, v = (tensors[name] for name in ("q", "k", "v"))
         if not self.backward:
             y, saved = graph.sdpa(q=q, k=k, v=v, generate_stats=True, **options)
@@ -126,13 +128,12 @@ def attention_of(node: ir.Node, *, deterministic: bool = False) -> Placed:
     places = {name: Place.of(shape_of(node.inputs[shift + k]), axes[name], dtype) for k, name in enumerate("qkv")}
     places["y"] = Place.of(shape_of(node.inputs[5] if backward else node.outputs[0]), axes["y"], dtype)
     mask = node.inputs[shift + 3] if len(node.inputs) > shift + 3 else None
-    form = None if mask is None else _mask_form(mask)
-    keep = _keep(node)
-    bits = None if keep is None else _mask_form(keep)
     of_q, of_k, of_v, of_y = (places[name].form for name in ("q", "k", "v", "y"))
+    form = None if mask is None else _mask_form(mask, of_q.dims[2])
+    keep = _keep(node)
+    bits = None if keep is None else _mask_form(keep, of_q.dims[2])
     numbers = node.attributes["scale"].as_float(), bool(node.attributes.get_int("causal", 0))
-    factor = node.attributes.get_float("factor", 1.0)
-    call = Attention(of_q, of_k, of_v, of_y, form, *numbers, backward, backward and deterministic, bits, factor)
+    call = Attention(of_q, of_k, of_v, of_y, form, *numbers, backward, backward and deterministic, bits)
     inputs = {name: (shift + k, places[name]) for k, name in enumerate("qkv")}
     saved = Place(call.tensors["saved"])
     if form is not None:
@@ -152,9 +153,13 @@ def _gradients(layout: str, axes: Mapping[str, str], places: Mapping[str, Place]
     return {f"d{name}": (index[name] if packed(axes[name]) is None else whole, places[name]) for name in "qkv"}
 
 
-def _mask_form(mask: ir.Value) -> Tensor:
+def _mask_form(mask: ir.Value, queries: int) -> Tensor:
+    """A mask of one row for all queries has a stride of 0: the gradient of cuDNN 9.19 reads beyond a row that is alone."""
     shape = shape_of(mask)
-    return Tensor.dense((*[1] * (4 - len(shape)), *shape), dtype_of(mask))
+    dense = Tensor.dense((*[1] * (4 - len(shape)), *shape), dtype_of(mask))
+    if dense.dims[2] != 1:
+        return dense
+    return replace(dense, dims=(*dense.dims[:2], queries, dense.dims[3]), strides=(*dense.strides[:2], 0, dense.strides[3]))
 
 
 def _takes(node: ir.Node) -> bool:
@@ -173,7 +178,8 @@ def _takes(node: ir.Node) -> bool:
         if not axes.endswith("d") or size % 8 or size > LARGEST_HEAD or 0 in shape_of(value):
             return False
     keep, q = _keep(node), node.inputs[shift]
-    if lengths == {1} or (keep is not None and q is not None and keep.dtype != q.dtype and drawn_mask(keep) is None):
+    bits = keep is None or (q is not None and keep.dtype == q.dtype and node.attributes.get_float("factor", 1.0) == 1.0)
+    if lengths == {1} or not (bits or drawn_mask(keep) is not None):
         return False
     if node.attributes.get_string("saves", "probabilities") == "logsumexp":
         return True
@@ -206,7 +212,8 @@ def attention(device: Any, node: ir.Node, inputs: Sequence[Array | None], output
     """
     masked = (node.inputs[4] if node.op_type.endswith("Grad") else (*node.inputs, None)[3]) is not None
     keep, q = _keep(node), node.inputs[1 if node.op_type.endswith("Grad") else 0]
-    rewritten = keep is None or (q is not None and keep.dtype == q.dtype)  # the mask is drawn as float32
+    bare = node.attributes.get_float("factor", 1.0) == 1.0
+    rewritten = keep is None or (bare and q is not None and keep.dtype == q.dtype)  # the mask is drawn as float32
     plain = masked and not node.attributes.get_int("finite", 0)
     if node.attributes.get_string("saves", "") != "logsumexp" or plain or not rewritten:
         raise GraphcError(f"{describe(node)} is not in the form that cuDNN takes: run the pass flash_attention")

@@ -48,6 +48,10 @@ class Convolution:
     activation: str = ""
 
     @property
+    def repeatable(self) -> bool:
+        return True
+
+    @property
     def operands(self) -> tuple[str, ...]:
         read = {FORWARD: ("x", "w"), INPUT: ("dy", "w"), WEIGHT: ("x", "dy")}[self.kind]
         return (*read, "b") if self.bias else read

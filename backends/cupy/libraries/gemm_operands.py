@@ -37,12 +37,12 @@ def sources(value: ir.Value) -> list[OperandSource]:
     place = flatten(index, shape)
     found, factor = [OperandSource(value, Strided.contiguous(shape))], 1.0
     while (producer := value.producer()) is not None and constant(value) is None and not value.is_graph_output():
-        scaled = scalar_factor(producer)
+        scaled = rounded_factor(producer) or scalar_factor(producer)
         if op_kernel(producer).same_memory:
             (value, *_) = (v for v in producer.inputs if v is not None)
             index = unflatten(place, shape_of(value))
-        elif scaled is not None and len(list(value.uses())) == 1:
-            value, by = scaled
+        elif scaled is not None and (len(list(value.uses())) == 1 or len(list(scaled[0].uses())) > 1):
+            value, by = scaled  # read by others too, so it is in memory anyway
             factor *= by
         else:
             step = _pulled(producer, value, index)
@@ -66,6 +66,17 @@ def scalar_factor(node: ir.Node) -> tuple[ir.Value, float] | None:
             number = float(known.reshape(-1)[0])
             return x, 1.0 / number if node.op_type == "Div" else number
     return None
+
+
+def rounded_factor(node: ir.Node) -> tuple[ir.Value, float] | None:
+    """(x, factor) if the node rounds x, widened to float32 and multiplied by one constant number, to the type of x."""
+    product = node.inputs[0].producer() if node.op_type == "Cast" and node.inputs[0] is not None else None
+    scaled = None if product is None else scalar_factor(product)
+    wide = None if scaled is None else scaled[0].producer()
+    if scaled is None or wide is None or wide.op_type != "Cast" or wide.inputs[0] is None:
+        return None
+    x = wide.inputs[0]
+    return (x, scaled[1]) if x.dtype == node.outputs[0].dtype else None
 
 
 def _pulled(producer: ir.Node, value: ir.Value, index: Map) -> tuple[ir.Value, Map] | None:

@@ -36,6 +36,8 @@ class Call:
     def operands(self) -> tuple[str, ...]:
         return ("x",)
 
+    repeatable = False
+
     def emit(self, cudnn: Any, graph: Any, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"y": Result()}
 
