@@ -98,12 +98,11 @@ def power(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
 
 
 def gelu(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
-    x = a[0]
-    half, one = literal(dtype, 0.5), literal(dtype, 1)
+    x, one = a[0], literal(dtype, 1)
     if node.attributes.get_string("approximate", "none") == "tanh":
         inner = f"{literal(dtype, math.sqrt(2 / math.pi))} * ({x} + {literal(dtype, 0.044715)} * {x} * {x} * {x})"
         return f"({x} / ({one} + {_f('exp', dtype)}({literal(dtype, -2)} * ({inner}))))"  # (1 + tanh u) / 2 = 1 / (1 + exp -2u)
-    return f"({half} * {x} * ({one} + {_f('erf', dtype)}({x} * {literal(dtype, math.sqrt(0.5))})))"
+    return f"gelu({x})"
 
 
 def clip(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:

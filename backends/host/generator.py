@@ -10,14 +10,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-import onnx_ir as ir
-
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.indexing import Linear, Map, Variable
+from graphc.backends.fusion.indexing import Linear, Variable
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
 from graphc.backends.fusion.lowering import Scope
-from graphc.backends.fusion.op_kernels import is_tanh_form
-from graphc.ir.facts import dtype_of, size_of
+from graphc.ir.facts import size_of
 
 VECTOR = 16
 LANES = 8
@@ -70,11 +67,6 @@ class HostGenerator(Generator):
         stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
         body = self._reduce(self.spec.reductions, beside=[s for s in stores if s[0] in whole])
         return self._source([*body, *self._row_stores([s for s in stores if s[0] not in whole])], stores)
-
-    def _expression(self, node: ir.Node, value: ir.Value, index: Map, guard: str | None) -> str:
-        if node.op_type == "Gelu" and dtype_of(value) == ir.DataType.FLOAT and not is_tanh_form(node):
-            return f"geluf({self.element(node.inputs[0], index, guard)})"
-        return super()._expression(node, value, index, guard)
 
     def _columns_lie_apart(self) -> bool:
         """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not, in most of what is read."""

@@ -42,7 +42,12 @@ class Mathematics:
             plain, kind = name, "double"
         if name in SERIES:
             return Typed(build.call(self.series(name, len(a)), [to("float", x) for x in a]), "float")
-        if name in ("gelu_slope", "gelu_tanh_slope"):
+        if name == "gelu" and a[0].kind == "double":
+            x = a[0].value
+            erf = build.call(self._library("erf", F64, 1), [build.fmul(x, ll.Constant(F64, 0.5**0.5))])
+            half = build.fmul(x, ll.Constant(F64, 0.5))
+            return Typed(build.fmul(half, build.fadd(erf, ll.Constant(F64, 1.0))), "double")
+        if name in ("gelu", "gelu_slope", "gelu_tanh_slope"):
             if a[0].kind != "float":
                 raise LanguageError(f"{name} of {a[0].kind}")
             return Typed(build.call(self.series(f"{name}f"), [a[0].value]), "float")

@@ -292,6 +292,7 @@ def in_standard_ops(model: onnx.ModelProto) -> onnx.ModelProto:
     if not any(node.domain for node in model.graph.node):
         return model
     made = ir.from_proto(model)
+    propagate(made.graph)  # decompositions ask for types, which the nodes alone do not say
     decompose_graph(made.graph, lambda node: False)
     return to_proto(made)
 

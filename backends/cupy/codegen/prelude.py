@@ -102,6 +102,7 @@ CUDA = (
 #define DEVICE __device__
 #define RESTRICT __restrict__
 #define FAST_EXP fast_exp
+#define FAST_RECIPROCAL fast_reciprocal
 #if __CUDA_ARCH__ >= 800
 #define HAS_BFLOAT
 #endif
@@ -111,6 +112,13 @@ static __device__ inline float fast_exp(float x) {
   float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f)); return y;
 #else
   return __expf(x);
+#endif
+}
+static __device__ inline float fast_reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+  float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
+#else
+  return 1.0f / x;
 #endif
 }
 #define UNROLL _Pragma("unroll")
@@ -267,6 +275,7 @@ HOST = (
 #define DEVICE
 #define RESTRICT __restrict__
 #define FAST_EXP expf
+#define FAST_RECIPROCAL 1.0f /
 #define UNROLL
 #define UNROLL_SHORT
 #define UNROLL_COLUMNS

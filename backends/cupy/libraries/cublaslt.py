@@ -157,8 +157,7 @@ class Products:
         key = f"{flags}{product.text()} at {','.join(map(str, aligned))}"
         found = self._choices.get(key)
         if found is None or not _is_choice(found):
-            found = self._measure(product, aligned)
-            self._choices.put(key, found)
+            found = self._choices.put(key, self._measure(product, aligned), replaced=found)
         return found if found["algorithm"] else None
 
     def _measure(self, product: Product, aligned: Sequence[int]) -> dict[str, Any]:

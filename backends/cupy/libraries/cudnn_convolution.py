@@ -52,6 +52,10 @@ class Convolution:
         return True
 
     @property
+    def variants(self) -> Sequence[Convolution]:
+        return ()
+
+    @property
     def operands(self) -> tuple[str, ...]:
         read = {FORWARD: ("x", "w"), INPUT: ("dy", "w"), WEIGHT: ("x", "dy")}[self.kind]
         return (*read, "b") if self.bias else read

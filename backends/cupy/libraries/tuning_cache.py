@@ -33,20 +33,32 @@ class Choices:
         """The stored choice, or None."""
         return self._found.get(key)
 
-    def put(self, key: str, value: Any) -> None:
-        """Store a choice (of JSON's types) in memory and on disk; warns at each call that cannot write."""
+    def put(self, key: str, value: Any, replaced: Any = None) -> Any:
+        """Store a choice (of JSON's types) in memory and on disk; warns at each call that cannot write.
+
+        Returns:
+            The choice that holds: of processes that measure at once, all take what the first has stored, so that their later
+            runs have the same bits.
+
+        Args:
+            replaced: a stored choice that is not to be kept.
+        """
         self._found[key] = value
         if self.path is None:
-            return
+            return value
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path.with_suffix(".lock")):
-                self._found = {**(_read(self.path) if self.path.exists() else {}), key: value, **self._found}
+                stored = _read(self.path) if self.path.exists() else {}
+                if stored.get(key) == replaced:
+                    stored.pop(key, None)
+                self._found = {**self._found, **stored}
                 partial = self.path.with_suffix(f".{os.getpid()}.tmp")
                 partial.write_text(json.dumps(self._found, indent=0, sort_keys=True))
                 partial.replace(self.path)
         except OSError as error:
             warnings.warn(f"measured choices are not kept in {self.path}: {error}", RuntimeWarning, stacklevel=2)
+        return self._found[key]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ COSTLY = {
     r"sqrtf?\(": 8,
     r"add_exponential": 7,
     r"FAST_EXP\(": 2,
-    **{rf"{name}\(": count for kernel in OP_KERNELS.values() for name, count in kernel.instructions.items()},
+    **{rf"\b{name}\(": count for kernel in OP_KERNELS.values() for name, count in kernel.instructions.items()},
 }
 """C text that takes more than one instruction → their number, as read from compiled kernels."""
 

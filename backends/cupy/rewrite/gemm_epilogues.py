@@ -225,9 +225,14 @@ class _Joiner:
             return None
         if shape_of(vector)[-1:] != (p.n,) or size_of(vector) != p.n or shape_of(seen)[-1:] != (p.n,) or p.d.row_step != p.n:
             return None
-        fused = replace(p, bias=True)
-        saved = 0 if _joins_a_kernel(add.outputs[0]) else 2 * nbytes_of(add.outputs[0])
-        return self._grown(node, fused, [add.outputs[0]], [add], bias=vector) if self._pays(fused, p, saved) else None
+        fused, out = replace(p, bias=True), add.outputs[0]
+        saved = (self._is_aux(out) if _joins_a_kernel(out) else 2) * nbytes_of(out)
+        return self._grown(node, fused, [out], [add], bias=vector) if self._pays(fused, p, saved) else None
+
+    def _is_aux(self, value: ir.Value) -> bool:
+        """Whether the gradient of an activation, as the epilogue of a later product, will read the value from memory."""
+        found = ((self._epilogue(user), index) for user, index, _ in users(value))
+        return any(epilogue is not None and epilogue.gradient and not epilogue.signs and k == 1 for epilogue, k in found)
 
     def _residual(self, node: ir.Node) -> ir.Node | None:
         p, user = product_of(node), only_user(node.outputs[0])
