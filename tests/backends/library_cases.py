@@ -78,6 +78,7 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "dropped": {"layout": "bt0hd,bt1hd,bt2hd->bthd", "causal": 1, "ratio": 0.3},
     "dropped and added to": {"layout": "bhtd,bhtd,bhtd->bthd", "mask": "numbers", "ratio": 0.1},
     "dropped and grouped": {"layout": "bthd,bthd,bthd->bhtd", "groups": 2, "mask": "hidden", "ratio": 0.5},
+    "half a tile of keys": {"layout": "bhtd,bhtd,bhtd->bthd", "mask": "low", "keys": 64},
     "probabilities": {"layout": "bthd,bthd,bthd->bthd", "saves": "probabilities", "causal": 1},
 }
 
@@ -90,7 +91,11 @@ def attention_feeds(case: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], l
     lengths = {"b": B, "h": H, "d": D}
     feeds, names = {}, []
     for name, order in zip("qkv", axes, strict=True):
-        sizes = {**lengths, "t": T if packed or name == "q" else S, **{str(k): case.get("parts", 3) for k in range(3)}}
+        sizes = {
+            **lengths,
+            "t": T if packed or name == "q" else case.get("keys", S),
+            **{str(k): case.get("parts", 3) for k in range(3)},
+        }
         if name != "q" and "groups" in case:
             sizes["h"] = H // case["groups"]
         pattern = "".join("#" if c.isdigit() else c for c in order)
@@ -98,9 +103,12 @@ def attention_feeds(case: dict[str, Any], dtype: Any) -> tuple[dict[str, Any], l
         if key not in feeds:
             feeds[key] = rng.standard_normal([sizes[c] for c in order]).astype(dtype)
         names.append(key)
-    keys = T if packed else S
+    keys = T if packed else case.get("keys", S)
     if case.get("mask") == "numbers":
         feeds["mask"] = rng.standard_normal((B, 1, T, keys)).astype(np.float32)
+    elif case.get("mask") == "low":  # of sample 1 every key, by a number that is no infinity
+        feeds["mask"] = np.where(rng.random((B, 1, 1, keys)) < 0.6, np.float32(0), np.float32(-1e4))
+        feeds["mask"][1] = -1e4
     elif case.get("mask") == "hidden":
         seen = rng.random((B, 1, 1, keys)) < 0.6
         seen[0, ..., 0], seen[1] = False, False  # the first query of sample 0 in a causal mask, and all of sample 1

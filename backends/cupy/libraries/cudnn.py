@@ -53,6 +53,7 @@ TYPES = {
     ir.DataType.FLOAT16: "HALF",
     ir.DataType.BFLOAT16: "BFLOAT16",
     ir.DataType.BOOL: "BOOLEAN",
+    ir.DataType.INT32: "INT32",
 }
 """Names in ``cudnn.data_type`` by element type."""
 
@@ -310,15 +311,20 @@ class Dnn:
             return math.inf
 
     def _operands(self, description: Description, arrays: Mapping[str, Any]) -> tuple[Any, list[dict[str, int]]]:
-        """Memory filled with noise, and the addresses of sets of tensors in it; without room, the ``arrays`` themselves."""
-        forms = description.tensors
+        """Memory filled with noise, and the addresses of sets of tensors in it; without room, the ``arrays`` themselves.
+
+        Whole numbers are lengths, which noise would make addresses beyond the operands.
+        """
+        given = {name: int(array.data.ptr) for name, array in arrays.items()}
+        forms = {name: t for name, t in description.tensors.items() if t.dtype != ir.DataType.INT32}
         sizes = [(t.extent * int(t.dtype.itemsize), t.dtype) for t in forms.values()]
         sets = sets_for(sum(size for size, _ in sizes))
         try:
             memory, places = noise(self._device, sizes * sets)
         except DeviceMemoryError:
-            return None, [{name: int(array.data.ptr) for name, array in arrays.items()}]
-        return memory, [dict(zip(forms, places[k : k + len(forms)], strict=True)) for k in range(0, len(places), len(forms))]
+            return None, [given]
+        starts = range(0, len(places), len(forms))
+        return memory, [given | dict(zip(forms, places[k : k + len(forms)], strict=True)) for k in starts]
 
     # On disk: the choices, and each plan with its compiled kernel, which takes a second or two to compile ------------------
 
