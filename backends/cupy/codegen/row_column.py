@@ -4,7 +4,8 @@
     sums    dx, and Σ dy·x̂ and Σ dy of each column    for its sums and for dx, and add to those of the columns
 
 Alone, the second kernel reads again all that the first has read. Joined, each block leaves a total of each column for its rows;
-a small kernel adds these up in a fixed order.
+a small kernel adds these up in a fixed order. Sums over the columns of what the joined kernel writes, such as the gradient of a
+bias before the normalisation, are added to its own.
 """
 
 from __future__ import annotations
@@ -53,15 +54,29 @@ def cross(grouping: Grouping) -> list[Launch | Crossed]:
     """The launches of a segment; pairs of kernels that read one large array are joined."""
     found: list[Launch | Crossed] = []
     for launch in grouping.launches:
-        at = _partner(found, launch, grouping) if isinstance(launch, FusedKernel) else None
-        if at is None:
-            found.append(launch)
-        else:
-            first = found.pop(at)
-            assert isinstance(first, FusedKernel)
-            assert isinstance(launch, FusedKernel)
-            found.append(Crossed(first, launch))
+        if isinstance(launch, FusedKernel):
+            at = _partner(found, launch, grouping)
+            if at is not None:
+                first = found.pop(at)
+                assert isinstance(first, FusedKernel)
+                found.append(Crossed(first, launch))
+                continue
+            last = found[-1] if found else None
+            if isinstance(last, Crossed) and (sums := _joined(last, launch, grouping)) is not None:
+                found[-1] = Crossed(last.rows, sums)
+                continue
+        found.append(launch)
     return found
+
+
+def _joined(pair: Crossed, more: FusedKernel, grouping: Grouping) -> FusedKernel | None:
+    """The sums of a joined kernel with ``more`` over the same columns, of what it writes; None if they cannot be its own."""
+    own = pair.sums
+    if (more.shape, more.axes) != (own.shape, own.axes) or not more.reads & set(pair.rows.stores):
+        return None
+    reductions, stores = [*own.reductions, *more.reductions], [*own.stores, *more.stores]
+    both = FusedKernel(own.shape, own.axes, reductions, stores, own.reads | more.reads, own.recomputed | more.recomputed)
+    return both if _source(pair.rows, both, grouping.memory, wide=True) is not None else None
 
 
 def _partner(before: Sequence[Launch | Crossed], sums: FusedKernel, grouping: Grouping) -> int | None:
