@@ -91,15 +91,16 @@ class Generator(Values):
         first = self._source(self._partial_totals(whole), whole, types)
         self.form = Form(strided=True)
         self._begin()
-        body = []
-        for k, node in enumerate(nodes):
-            name, rule = self._name("s"), reduction_of(node)
+        named = [(node, self._name("s"), reduction_of(node), dtype) for node, dtype in zip(nodes, types, strict=True)]
+        body = [f"{compute_type(dtype)} {name}[VECTOR] = {{{rule.start(dtype)}}};" for _, name, rule, dtype in named]
+        body.append("UNROLL_PARTS for (int k = LANE; k < PARTS; k += LANES) {")  # so that many loads are under way at once
+        for k, (_, name, rule, _) in enumerate(named):
+            body.append(f"{name}[0] = {rule.combine}::of({name}[0], p{k}[(INDEX)k * ROWS + row]);")
+        body.append("}")
+        for node, name, rule, dtype in named:
             self._totals[node] = f"{name}[v]"
-            body.append(f"{compute_type(types[k])} {name}[VECTOR] = {{{rule.start(types[k])}}};")
-            total = f"{rule.combine}::of({name}[0], p{k}[(INDEX)k * ROWS + row])"
-            body.append(f"for (int k = LANE; k < PARTS; k += LANES) {name}[0] = {total};")
             body.append(f"reduce_across<{rule.combine}>({name});")
-            body.append(f"EACH(v) {name}[v] = {rule.last(self._totals[node], types[k], self.spec.columns)};")
+            body.append(f"EACH(v) {name}[v] = {rule.last(self._totals[node], dtype, self.spec.columns)};")
         return first, self._source([*body, *self._row_stores(single)], single, types)
 
     def finished(self) -> KernelSource:

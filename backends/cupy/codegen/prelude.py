@@ -125,6 +125,7 @@ static __device__ inline float fast_reciprocal(float x) {
 #define UNROLL_SHORT _Pragma("unroll UNROLLED")
 #define UNROLL_COLUMNS _Pragma("unroll AT_ONCE")
 #define UNROLL_TOTALS _Pragma("unroll 2")
+#define UNROLL_PARTS _Pragma("unroll 8")
 #define BLOCK ((long long)blockIdx.x)
 #define THREAD ((int)threadIdx.x)
 static __device__ inline float bits_to_float(unsigned int bits) { return __uint_as_float(bits); }
@@ -280,6 +281,7 @@ HOST = (
 #define UNROLL_SHORT
 #define UNROLL_COLUMNS
 #define UNROLL_TOTALS
+#define UNROLL_PARTS
 static long long BLOCK;
 static const int THREAD = 0;
 static inline float bits_to_float(unsigned int bits) { float value; memcpy(&value, &bits, 4); return value; }

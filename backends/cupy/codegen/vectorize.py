@@ -205,7 +205,7 @@ def parts_of(spec: KernelSpec, form: Form, wanted: int | None = None, most: int 
     if wanted is None:
         shape = shape_of_form(spec, form, most=most)
         each = shape.lanes * (8 if form.strided else 4 * form.vector)  # with fewer columns a block costs more than it saves
-        wanted = 1 if shape.blocks >= BLOCKS else min(-(-2 * BLOCKS // shape.blocks), spec.columns // each)
+        wanted = 1 if shape.blocks >= BLOCKS else min(-(-BLOCKS // shape.blocks), spec.columns // each)
     return max(1, min(wanted, spec.columns // (1 if form.strided else form.vector)))
 
 

@@ -144,9 +144,12 @@ def test_a_last_block_is_taken_where_it_is_estimated_to_take_less_than_a_second_
         return mean(TICKET) + nbytes * (1 / LAST_BLOCK.fast + 1 / LAST_BLOCK.slow) / 2
 
     assert last(most) < mean(FINISH) < last(1.1 * most)
-    alone = "(bfloat16[400000,1024] x) => (bfloat16[1024] y) { a = Constant<value_ints=[0]>() y = ReduceSum<keepdims=0>(x, a) }"
-    few = [len(compile_segment(onnx.parser.parse_model(HEAD + alone.replace("1024", str(n)))).calls) for n in (64, 1024)]
-    assert few == [2, 1], "one block of 64 columns would add up the totals of 528"
+    pair = (
+        "(bfloat16[400000,1024] x) => (bfloat16[1024] y, bfloat16[1024] z) { a = Constant<value_ints=[0]>()"
+        " y = ReduceSum<keepdims=0>(x, a) s = Mul(x, x) z = ReduceSum<keepdims=0>(s, a) }"
+    )
+    few = [len(compile_segment(onnx.parser.parse_model(HEAD + pair.replace("1024", str(n)))).calls) for n in (64, 1024)]
+    assert few == [2, 1], "one block of 64 columns would add up the totals of 264, 135 KB"
 
 
 def test_a_batch_normalisation_and_its_gradient_take_two_kernels_less(monkeypatch: pytest.MonkeyPatch) -> None:
