@@ -252,7 +252,8 @@ def _moved_by_update(group: UpdateGroup) -> int:
 
 def checked_by(plan: Plan) -> int:
     """Bytes of gradients that the check for NaN reads."""
-    groups = [(group, k) for group in plan.groups if (k := group.source) is not None]
+    states = {group.buffer(k) for group in plan.groups for k in group.states()}
+    groups = [(group, k) for group in plan.groups if (k := group.source) is not None and group.buffer(k) not in states]
     return sum((group.owned[1] - group.owned[0]) * group.dtype(k).itemsize for group, k in groups)
 
 

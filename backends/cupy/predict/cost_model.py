@@ -42,6 +42,7 @@ from graphc.ir.facts import dtype_of
 from graphc.plan.partition import Plan, make_plan
 from graphc.plan.segment_model import segment_model
 from graphc.plan.state_rewrites import adapted
+from graphc.report.step_profile import checked_by
 from graphc.report.step_time import PREDICTIONS, Cost, Prediction
 
 STREAMED = 4 << 20
@@ -71,6 +72,8 @@ def predict(model: ir.Model, shapes: Mapping[str, Sequence[int]], gpu: str = DEF
             segment = compile_segment(segment_model(step))
             costs += [costs_on.call(call) for call in _calls(segment)]
             scratch = max(scratch, scratch_of(segment))
+        elif step.kind == "check":
+            costs.append(costs_on.estimate("libraries", "check of the gradients", library_cost.copied(checked_by(plan))))
         elif step.group is None and step.kind == "kernel":
             values = [v for v in (*step.inputs, *step.outputs) if v is not None]
             costs.append(costs_on.estimate("kernels of nodes", step.name, library_cost.other(values)))

@@ -1,8 +1,9 @@
 """GPUs, and the constants of the cost model, each with its source.
 
-graphc itself has never run on a GPU. Each figure is one of these:
+Each figure is one of these:
 
-    measured    on one H200 (driver 580, CUDA 13.0), outside graphc: NVIDIA's libraries and a copy, called alone
+    measured    on one H100 (80 GB HBM3, driver 580, CUDA 13.0) in steps of the jobs of ``make gpu-bench`` on 2026-11-26; where an
+                H200 is named, on one, outside graphc: NVIDIA's libraries and a copy, called alone
     data sheet  published by NVIDIA
     assumed     neither; a guess until it is measured
 
@@ -62,7 +63,8 @@ def _peak(half: float, tf32: float, double: float) -> dict[ir.DataType, float]:
     return dict(zip(types, (half, half, tf32, double), strict=True))
 
 
-HOPPER = Figure(0.74, 0.67, "measured: 0.72 for GPT-2's head, 0.61 over its layers, at the power limit")
+H200 = Figure(0.74, 0.67, "measured on an H200: 0.72 for GPT-2's head, 0.61 over its layers, at the power limit")
+H100 = Figure(0.85, 0.76, "measured: 0.85 for GPT-2's head, 0.75 to 0.80 for its layers without an epilogue")
 
 GPUS: Mapping[str, Gpu] = {
     "a100": Gpu(
@@ -72,13 +74,13 @@ GPUS: Mapping[str, Gpu] = {
     ),
     "h100": Gpu(
         "NVIDIA H100", 132, 128, Figure(1.75e9, 1.60e9, "assumed: under load, of 1.98 GHz boost"),
-        Figure(2.99e12, 2.85e12, "data sheet: 3.35 TB/s (SXM); assumed: 85 to 89 % of it"), 50 << 20,
-        _peak(989e12, 495e12, 67e12), HOPPER,
+        Figure(3.02e12, 2.84e12, "measured: copies of 1 GiB and of 256 MB; 85 to 90 % of the data sheet's 3.35 TB/s"), 50 << 20,
+        _peak(989e12, 495e12, 67e12), H100,
     ),
     "h200": Gpu(
         "NVIDIA H200", 132, 128, Figure(1.75e9, 1.60e9, "assumed: under load, of 1.98 GHz boost"),
-        Figure(4.27e12, 4.27e12, "measured: a copy between two arrays; 89 % of the data sheet's 4.8 TB/s"), 50 << 20,
-        _peak(989e12, 495e12, 67e12), HOPPER,
+        Figure(4.27e12, 4.27e12, "measured on an H200: a copy between two arrays; 89 % of the data sheet's 4.8 TB/s"), 50 << 20,
+        _peak(989e12, 495e12, 67e12), H200,
     ),
     "b200": Gpu(
         "NVIDIA B200", 148, 128, Figure(1.85e9, 1.65e9, "assumed: under load, of 1.97 GHz boost"),
@@ -107,16 +109,16 @@ REGISTERS, REGISTERS_AT_ONCE = 1 << 16, 256
 SHARED_OF_BLOCK = 1 << 10
 """Bytes of shared memory that the system takes of each block. Data sheet."""
 
-KERNEL_MEMORY = Figure(0.95, 0.87, "assumed: share of a copy's rate that a generated kernel reaches")
+KERNEL_MEMORY = Figure(1.02, 0.90, "measured: share of a copy's rate that generated kernels of 100 MB and more reach")
 LATENCY = Figure(6.0e-7, 9.0e-7, "assumed: seconds from a load to its result while memory is busy")
 ISSUE = Figure(1.0, 0.8, "assumed: share of the cycles in which a multiprocessor issues")
 OVERLAP = Figure(0.0, 0.25, "assumed: share of the shorter of memory and instructions that the longer does not hide")
 
-MIN_LAUNCH = Figure(2.0e-6, 3.5e-6, "assumed: seconds of the shortest kernel inside a CUDA graph")
+MIN_LAUNCH = Figure(2.6e-6, 5.0e-6, "measured: the shortest kernels of a step, each between two events")
 LAUNCH = Figure(0.8e-6, 1.5e-6, "assumed: seconds to start and drain a longer one")
 TICKET = Figure(0.8e-6, 2.0e-6, "assumed: seconds of the last block's fences, its atomic addition and its first load")
 LAST_BLOCK = Figure(75e9, 35e9, "assumed: bytes a second that one block reads from the cache")
-FINISH = Figure(2.5e-6, 5.5e-6, "assumed: seconds of the shortest kernel that adds up partial totals")
+FINISH = Figure(3.0e-6, 5.0e-6, "measured: a kernel that adds up the totals of 342 blocks, 5.0 to 5.5 µs with its two events")
 
 STEP = Figure(60e-6, 150e-6, "assumed: seconds of Python a step; an empty step took 92 µs on a CPU")
 """The feeds, the launch of the graph, and reading the results. A step that is queued early hides it behind the one before."""
@@ -124,18 +126,20 @@ STEP = Figure(60e-6, 150e-6, "assumed: seconds of Python a step; an empty step t
 BETWEEN = Figure(6e-6, 15e-6, "assumed: seconds between two graphs: copies of results and feeds, and the launch")
 
 STEPS_OF_TILE = Figure(30.0, 90.0, "assumed: what starting and storing a tile takes, in elements of the summed dimension")
-EPILOGUE = Figure(1.02, 1.30, "assumed: time of a product with an activation in its epilogue ÷ without, at k = 768")
-TRANSPOSED_TF32 = Figure(1.0, 0.85, "assumed: rate of a TF32 product of which an operand is not contiguous along the sum")
-TF32 = Figure(0.92, 0.80, "assumed: share of the half-precision products' share of the peak")
+EPILOGUE = Figure(1.32, 1.56, "measured: time of a product with a Gelu or its gradient in its epilogue ÷ without, at k = 768")
+TRANSPOSED_TF32 = Figure(0.98, 0.82, "measured: rate of a TF32 product of which one operand is not contiguous along the sum")
+TURNED_TF32 = Figure(0.63, 0.56, "measured: as above, of which neither is")
+TF32 = Figure(1.0, 0.95, "measured: share of the half-precision products' share of the peak")
 
-CONVOLUTION = Figure(0.66, 0.53, "measured: 0.44 to 0.77 of the peak in ResNet-50's 3×3 layers, bfloat16, channels last")
-CONVOLUTION_MEMORY = Figure(0.80, 0.68, "measured: 0.66 to 0.91 of a copy's rate in ResNet-50's 1×1 layers")
-STEM_CONVOLUTION = Figure(0.055, 0.052, "measured: ResNet-50's 7×7 stem, 3.0 ms with its weight gradient, counting 4 channels")
-NARROW_CONVOLUTION = Figure(0.17, 0.13, "assumed: a third of the share measured for 64 channels")
+CONVOLUTION = Figure(0.70, 0.56, "measured: 0.41 to 0.79 of the peak in ResNet-50's 3×3 layers, bfloat16, channels last")
+CONVOLUTION_MEMORY = Figure(0.96, 0.82, "measured: 0.81 to 0.97 of a copy's rate in ResNet-50's 1×1 layers")
+STEM_CONVOLUTION = Figure(0.055, 0.052, "measured on an H200: ResNet-50's 7×7 stem, 3 ms with its gradient, as of 4 channels")
+NARROW_CONVOLUTION = Figure(0.23, 0.15, "measured: 0.15 for 16 channels, 0.23 for their weight gradient")
 
-ATTENTION = Figure(0.29, 0.28, "measured: cuDNN, batch 16, 12 heads, 1024 tokens, 64 elements a head, bfloat16; causal: half")
-ATTENTION_GRADIENT = Figure(0.235, 0.225, "measured: as above")
-SHORT, SHORT_ATTENTION = 512, Figure(0.85, 0.50, "assumed: rate for fewer than 512 keys ÷ the rate for 1024")
+ATTENTION = Figure(0.32, 0.29, "measured: cuDNN, batch 16, 12 heads, 1024 tokens, 64 elements a head, bfloat16; causal: half")
+ATTENTION_GRADIENT = Figure(0.23, 0.21, "measured: as above")
+SHORT = 512
+SHORT_ATTENTION = Figure(0.55, 0.45, "measured: rate for 128 keys ÷ the rate for 1024; taken for fewer than 512")
 
 HOST_LINK = Figure(25e9, 15e9, "assumed: bytes a second to the host and back")
 

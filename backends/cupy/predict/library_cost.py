@@ -24,6 +24,7 @@ from graphc.backends.cupy.predict.hardware import (
     STEPS_OF_TILE,
     TF32,
     TRANSPOSED_TF32,
+    TURNED_TF32,
     Machine,
 )
 from graphc.backends.cupy.predict.traffic import nbytes
@@ -46,8 +47,8 @@ def product(p: Product, moved: int) -> Estimate:
         rate = machine.gpu.peak[p.dtype] * machine.of(machine.gpu.product)
         if p.dtype == ir.DataType.FLOAT:
             rate *= machine.of(TF32)
-            if p.a.column_step != 1 or p.b.row_step != 1:
-                rate *= machine.of(TRANSPOSED_TF32)
+            apart = (p.a.column_step != 1) + (p.b.row_step != 1)
+            rate *= (1.0, machine.of(TRANSPOSED_TF32), machine.of(TURNED_TF32))[apart]
         if p.dtype == ir.DataType.DOUBLE:
             rate /= machine.of(machine.gpu.product) / 0.75
         work = min(_tiled(p, rate, machine, tile, splits) for tile in TILES for splits in SPLITS)

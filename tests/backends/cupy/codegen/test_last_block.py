@@ -14,7 +14,7 @@ import pytest
 from graphc.backends.cupy.codegen import vectorize
 from graphc.backends.cupy.codegen.launch_shape import Shape
 from graphc.backends.cupy.predict.cost_model import CostModel
-from graphc.backends.cupy.predict.hardware import FINISH, LAST_BLOCK, TICKET, Figure
+from graphc.backends.cupy.predict.hardware import FINISH, KERNEL_MEMORY, LAST_BLOCK, TICKET, Figure
 from graphc.backends.cupy.predict.traffic import adds_partials
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Call, KernelCall
@@ -175,5 +175,5 @@ def test_a_last_block_costs_time() -> None:
     assert isinstance(call, KernelCall)
     cost = CostModel().call(call)
     moved = 65536 * 1024 * 4 / 4.27e12
-    assert cost.low > moved / 0.95 + TICKET.fast
+    assert cost.low > moved / KERNEL_MEMORY.fast + TICKET.fast
     assert cost.nbytes > 65536 * 1024 * 4
