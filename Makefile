@@ -54,8 +54,12 @@ faults: $(STAMP)  ## failing data, disks and passes at 20 random moments of a tr
 	$(BIN)/python -m pytest -n 3 tests/runtime/test_faults.py
 
 gpu-test: $(STAMP)  ## the tests that need an NVIDIA GPU (pip install 'graphc[gpu]'); writes build/gpu_test.json
-	timeout -s KILL 3600 $(BIN)/python -m pytest -m gpu -rs -n 4 --dist load --max-worker-restart 40 \
-	  --timeout 240 --timeout-method thread --results build/gpu_test.json
+	failed=0; \
+	timeout -s KILL 3600 $(BIN)/python -m pytest -m "gpu and not alone" -rs -n 4 --dist load --max-worker-restart 40 \
+	  --timeout 240 --timeout-method thread --results build/gpu_test.json || failed=1; \
+	timeout -s KILL 600 $(BIN)/python -m pytest -m "gpu and alone" -rs --timeout 240 --timeout-method thread \
+	  --results build/gpu_test_alone.json || failed=1; \
+	exit $$failed
 
 gpu-emulated: $(STAMP)  ## tests of a GPU on the CPU, with the real CuPy on a made-up CUDA (tests/hostcuda/README.md)
 	$(BIN)/python tests/hostcuda/build.py tests -n 2 --dist worksteal --timeout 900 -rs

@@ -41,6 +41,9 @@ PLATFORMS = (
     "manylinux1_x86_64",
 )
 
+WORKERS = 14
+"""Most processes that share the GPU for tests: each holds a context of half a gigabyte."""
+
 FIRST = ("test_cuda.py", "test_on_a_gpu.py", "test_gemm.py", "test_cudnn", "test_cuda_execution.py")
 """Test files in the order of what else depends on them."""
 
@@ -192,27 +195,34 @@ class Run:
         self._measure("B graphc alone", "bench.json", 480, [], ["--modes", "none"])
 
     def _part_c(self) -> None:
-        """The tests of a GPU, each file in a process of its own."""
+        """The tests of a GPU: all files at once on many workers, then those that need the GPU to themselves.
+
+        Without pytest-xdist each file has a process of its own, since a kernel that breaks CUDA breaks it for its process.
+        """
         tests = self.work / "empty"
         tests.mkdir()
         shutil.copytree(self.bundle / "tests", tests / "tests")  # beside a folder 'graphc' the installed one would be hidden
         files = [path for path in (tests / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
         order = {path: next((k for k, name in enumerate(FIRST) if path.name.startswith(name)), len(FIRST)) for path in files}
+        names = [str(path.relative_to(tests)) for path in sorted(files, key=lambda path: (order[path], str(path)))]
         self.environment["PYTHONPATH"] = f"{tests}{os.pathsep}{self.environment['PYTHONPATH']}"
-        options = ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        options = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
         if importlib.util.find_spec("pytest_timeout") or (self.site / "pytest_timeout.py").exists():
             options += ["--timeout", "100", "--timeout-method", "thread"]
+        runs = {name: ["-m", "gpu", name] for name in names}
         if importlib.util.find_spec("xdist") or (self.site / "xdist").exists():
-            options += ["-n", "4", "--dist", "load", "--max-worker-restart", "10"]
+            workers = max(2, min(WORKERS, len(os.sched_getaffinity(0)) - 2))
+            many = ["-n", workers, "--dist", "load", "--max-worker-restart", "40"]
+            runs = {"side by side": ["-m", "gpu and not alone", *many, *names], "alone": ["-m", "gpu and alone", *names]}
         end, found = min(self.end - 60, time.monotonic() + 480), dict[str, Any]()
-        for path in sorted(files, key=lambda path: (order[path], str(path))):
-            name, left = str(path.relative_to(tests)), end - time.monotonic()
-            result = self.work / "result.json"
+        for name, words in runs.items():
+            left, result = end - time.monotonic(), self.work / "result.json"
             result.unlink(missing_ok=True)
             if left < 5:
                 found[name] = {"not run": "the time of part C is spent"}
                 continue
-            code = self._run(f"C {name}", [*options, "--results", result, name], min(150, left), cwd=tests)
+            most = 150 if name in names else 400
+            code = self._run(f"C {name}", [*options, "--results", result, *words], min(most, left), cwd=tests)
             with contextlib.suppress(OSError, ValueError):
                 found[name] = {**json.loads(result.read_text()), "exit": code}
             found.setdefault(name, {"exit": code, "failed": {name: "it wrote no results"}})

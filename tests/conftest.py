@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FILE", help="write what became of the tests to this JSON file, after every test")
 
 
-MARKS = ("full", "large", "mpi", "faults", "gpu")
+MARKS = ("full", "large", "mpi", "faults", "gpu", "alone")
 """Marks whose meaning pyproject.toml tells; they are known in a folder without it too."""
 
 
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need a GPU or MPI on machines without."""
     for marker, there, reason in (
         ("gpu", has_gpu, "needs an NVIDIA GPU and the gpu extra"),
-        ("mpi", has_mpi, "needs mpiexec, which the mpi extra brings"),
+        ("mpi", has_mpi, "needs an mpiexec that fits mpi4py, which the mpi extra brings"),
     ):
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and not there():
@@ -110,10 +111,20 @@ def has_mpi() -> bool:
     from graphc.launch.local import find_mpiexec
 
     try:
-        find_mpiexec()
+        mpiexec = find_mpiexec()
     except MissingExtraError:
         return False
-    return True
+    return mpiexec.is_relative_to(sys.prefix) or meets(mpiexec)
+
+
+def meets(mpiexec: Path) -> bool:
+    """Whether an mpiexec of the machine is that of the MPI that mpi4py loads; else processes fail before they meet."""
+    command = [mpiexec, "-n", "1", sys.executable, "-c", "from mpi4py import MPI"]
+    allowed = {name: "1" for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")}
+    try:
+        return subprocess.run(command, env=os.environ | allowed, capture_output=True, timeout=60, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def has_gpu() -> bool:

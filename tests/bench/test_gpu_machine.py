@@ -133,17 +133,19 @@ def test_without_a_gpu_it_ends_soon_and_says_what_failed(bundle: Path, tmp_path:
 
 
 @pytest.mark.large
-def test_every_test_file_runs_in_a_process_of_its_own(script: Any, bundle: Path, tmp_path: Path) -> None:
+def test_a_test_that_kills_its_process_costs_one_test(script: Any, bundle: Path, tmp_path: Path) -> None:
     cupy = "from types import SimpleNamespace as N\ncuda = N(runtime=N(getDeviceCount=lambda: 1, deviceSynchronize=lambda: 0))"
+    alone = "import pytest\n@pytest.mark.gpu\n@pytest.mark.alone\ndef test_that(): pass\n"
+    (bundle / "tests" / "test_last.py").write_text(alone)
     run = started(script, bundle, tmp_path / "out")
     (run.work / "cupy.py").write_text(cupy)
     run.environment["PYTHONPATH"] = f"{run.work}:{run.environment['PYTHONPATH']}"
     run._part_c()
     found = json.loads((tmp_path / "out" / "tests.json").read_text())
-    assert list(found) == ["tests/test_cuda.py", "tests/test_more.py"]
-    assert (found["tests/test_cuda.py"]["passed"], found["tests/test_cuda.py"]["exit"]) == (1, 0)
-    assert found["tests/test_more.py"]["failed"]
-    assert run.summary["parts"]["C tests/test_cuda.py"]["state"] == "ok"
+    assert list(found) == ["side by side", "alone"]
+    assert (found["side by side"]["passed"], list(found["side by side"]["failed"])) == (1, ["tests/test_more.py::test_it"])
+    assert (found["alone"]["passed"], found["alone"]["exit"]) == (1, 0)
+    assert run.summary["failed"] == ["C side by side"]
 
 
 def test_every_job_has_a_smaller_copy_that_travels() -> None:

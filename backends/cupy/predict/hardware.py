@@ -2,8 +2,8 @@
 
 Each figure is one of these:
 
-    measured    on one H100 (80 GB HBM3, driver 580, CUDA 13.0) in steps of the jobs of ``make gpu-bench`` on 2026-11-26; where an
-                H200 is named, on one, outside graphc: NVIDIA's libraries and a copy, called alone
+    measured    on one H100 (80 GB HBM3, driver 580, CUDA 13.0) in steps of the jobs of ``make gpu-bench`` on 2026-11-26; where
+                an H200 is named, on one, outside graphc: NVIDIA's libraries and a copy, alone
     data sheet  published by NVIDIA
     assumed     neither; a guess until it is measured
 

@@ -236,6 +236,7 @@ def test_a_step_is_one_graph(exported: Callable[[str], str]) -> None:
         assert recording._replay is not None
 
 
+@pytest.mark.alone
 def test_what_is_bound_is_free_again_when_it_is_gone(exported: Callable[[str], str], pool: Any) -> None:
     import gc
 
