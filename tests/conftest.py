@@ -120,7 +120,7 @@ def has_mpi() -> bool:
 def meets(mpiexec: Path) -> bool:
     """Whether an mpiexec of the machine is that of the MPI that mpi4py loads; else processes fail before they meet."""
     command = [mpiexec, "-n", "1", sys.executable, "-c", "from mpi4py import MPI"]
-    allowed = {name: "1" for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")}
+    allowed = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     try:
         return subprocess.run(command, env=os.environ | allowed, capture_output=True, timeout=60, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):

@@ -61,11 +61,14 @@ def panels_bytes(depth: int, width: int) -> int:
 def parts_of_product(rows: int, columns: int, threads: int) -> list[tuple[int, int, int, int]]:
     """First and last row, first and last column of each thread's part of a result: as square as can be.
 
-    Each thread copies the rows and the columns that its part reads.
+    Each thread copies the rows and the columns that its part reads. A side that has fewer tiles than a count leaves threads idle,
+    so the most parts come first.
     """
     counts = [(t, threads // t) for t in range(1, threads + 1) if threads % t == 0]
-    across, along = min(counts, key=lambda each: (rows / each[0] + columns / each[1], each))
-    of_rows, of_columns = _cuts(rows, across, TILE), _cuts(columns, along, PANEL)
+    cuts = [(each, _cuts(rows, each[0], TILE), _cuts(columns, each[1], PANEL)) for each in counts]
+    _, of_rows, of_columns = min(
+        cuts, key=lambda cut: (-(len(cut[1]) - 1) * (len(cut[2]) - 1), rows / cut[0][0] + columns / cut[0][1], cut[0])
+    )
     return [(*r, *q) for r in itertools.pairwise(of_rows) for q in itertools.pairwise(of_columns)]
 
 
