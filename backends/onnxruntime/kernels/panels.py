@@ -61,8 +61,8 @@ def panels_bytes(depth: int, width: int) -> int:
 def parts_of_product(rows: int, columns: int, threads: int) -> list[tuple[int, int, int, int]]:
     """First and last row, first and last column of each thread's part of a result: as square as can be.
 
-    Each thread copies the rows and the columns that its part reads. A side that has fewer tiles than a count leaves threads idle,
-    so the most parts come first.
+    Each thread copies the rows and the columns that its part reads. A side that has fewer tiles than a count leaves threads
+    idle, so the most parts come first.
     """
     counts = [(t, threads // t) for t in range(1, threads + 1) if threads % t == 0]
     cuts = [(each, _cuts(rows, each[0], TILE), _cuts(columns, each[1], PANEL)) for each in counts]
