@@ -46,12 +46,11 @@ def flash_attention(model: ir.Model, ctx: Context) -> bool:
     nodes = [node for node in graph if node.domain == "graphc" and node.op_type in (FORWARD, BACKWARD)]
     changed = [_save_rows(node) for node in nodes if node.op_type == FORWARD]
     plain: dict[ir.Value, ir.Value] = {}
-    nodes, old = [_draw_bits(op, node, plain) for node in nodes], nodes
-    drawn = [new is not None for new in nodes]
-    nodes = [new or node for new, node in zip(nodes, old, strict=True)]
+    drawn = [_draw_bits(op, node, plain) for node in nodes]
     if any(drawn):
         dead_code_elimination(graph)
-    changed += drawn
+    changed += [new is not None for new in drawn]
+    nodes = [new or node for new, node in zip(drawn, nodes, strict=True)]
     masks: dict[object, tuple[ir.Value, ir.Value | None]] = {}
     for node in nodes:
         shift = 1 if node.op_type == BACKWARD else 0
@@ -172,8 +171,9 @@ def _with_mask(graph: ir.Graph, op: Builder, node: ir.Node, number: ir.Value, hi
     rows = None if hidden is None else from_heads(op, hidden, axes)
     inputs[4 if backward else 3] = number
     if backward and rows is not None and hidden is not None:
-        inputs[0] = op.Where(rows, op.scalar(0, inputs[0]), inputs[0])
-        inputs[6] = op.Where(op.Squeeze(hidden, [-1]), op.scalar(-LOW, inputs[6]), inputs[6])
+        dy, saved = input_of(node, 0), input_of(node, 6)
+        inputs[0] = op.Where(rows, op.scalar(0, dy), dy)
+        inputs[6] = op.Where(op.Squeeze(hidden, [-1]), op.scalar(-LOW, saved), saved)
     made = list(op.emit(node.op_type, inputs, {**attributes, "finite": 1}, domain="graphc", outputs=len(node.outputs)))
     if not backward and rows is not None:
         made[0] = op.Where(rows, op.scalar(0, made[0]), made[0])
