@@ -20,7 +20,15 @@ g (float[{rows},{columns}] x, bfloat16[{rows},{columns}] g, float[{rows},{column
 }}"""
 
 
-def model(rows: int, columns: int) -> onnx.ModelProto:
-    found = ir.from_proto(onnx.parser.parse_model(TEXT.format(rows=rows, columns=columns)))
+def model(rows: int, columns: int, *, bias: bool = False) -> onnx.ModelProto:
+    """``bias``: dx goes on in bfloat16, and its sum is the gradient of a bias before the normalisation."""
+    text = TEXT
+    if bias:
+        text = text.replace("float[{rows},{columns}] dx,", "bfloat16[{rows},{columns}] low, float[{columns}] bias,").replace(
+            "dx = Add(d, after)",
+            "dx = Add(d, after)\n  low = Cast<to=16>(dx)\n  wide = Cast<to=1>(low)\n  a = Constant<value_ints=[0]>()\n"
+            "  bias = ReduceSum<keepdims=0>(wide, a)",
+        )
+    found = ir.from_proto(onnx.parser.parse_model(text.format(rows=rows, columns=columns)))
     shapes = {v.name or "": list(static_dims(v) or ()) for v in found.graph.inputs}
     return ir.to_proto(prepare(found, shapes))

@@ -57,6 +57,22 @@ def test_the_gradient_is_pytorchs(device: HostDevice, rows: int, columns: int) -
         np.testing.assert_allclose(found[name], value, rtol=0, atol=3e-6 * max(1.0, np.abs(value).max()), err_msg=name)
 
 
+@needs_compiler
+@pytest.mark.parametrize("device", [HostDevice(), EmulatedDevice(0)], ids=lambda device: type(device).__name__)
+def test_the_gradient_of_a_bias_before_it_is_summed_beside(device: HostDevice) -> None:
+    """Of dx as it is rounded for the product that reads it; no kernel reads it again for the sum."""
+    given = feeds(700, 96)
+    found, segment = run_segment(model(700, 96, bias=True), given, device)
+    (call,) = joined(segment)
+    assert len(call.source.partials) == 3
+    assert not any(
+        "low" in [v.name for v in c.source.operands[: c.source.reads]] for c in segment.calls if isinstance(c, KernelCall)
+    )
+    wanted = torchs(given)
+    np.testing.assert_allclose(found["low"].astype(np.float64), wanted["dx"], rtol=4e-3, atol=1e-4)
+    np.testing.assert_allclose(found["bias"], found["low"].astype(np.float64).sum(0), rtol=0, atol=2e-4)
+
+
 def test_nothing_large_is_read_twice() -> None:
     """x forward; x, the gradient and what is added to it backward: each once, beside totals of a few blocks."""
     rows, columns = 16384, 768

@@ -100,6 +100,10 @@ def test_choices_survive_other_processes_and_broken_files(tmp_path: Path) -> Non
     other.put("b", {"seconds": 2.0})
     assert Choices(path).get("a") == {"seconds": 1.0}
     assert other.get("a") == {"seconds": 1.0}, "what others found is taken over"
+    late = Choices(tmp_path / "none.json")
+    late.path = path
+    assert late.put("b", {"seconds": 3.0}) == {"seconds": 2.0} == late.get("b"), "who measures at once takes the first choice"
+    assert late.put("b", {"seconds": 3.0}, replaced={"seconds": 2.0}) == {"seconds": 3.0} == Choices(path).get("b")
     script = Path(tuning_cache.__file__).read_text() + "\nimport sys\nc = Choices(Path(sys.argv[1]))\n"
     script += "for k in range(12): c.put(f'{sys.argv[2]}-{k}', k)"
     running = [subprocess.Popen([sys.executable, "-S", "-c", script, str(path), name]) for name in "xy"]

@@ -176,6 +176,29 @@ def test_a_call_whose_plans_take_long_to_build_keeps_the_best_so_far(
     assert library.built == ["eng1", "eng2"], "until one runs"
 
 
+def test_no_more_plans_are_tried_after_some_that_were_no_faster(device: TimedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"eng{k}" for k in range(12)]
+    library = Library(device, {"A": names}, {name: 0.5 if name == "eng1" else 1.0 for name in names})
+    bound(device, library, monkeypatch)
+    assert library.built == names[: 2 + cudnn.FRUITLESS]
+
+
+def test_a_variant_of_a_call_is_tried_and_found_again(
+    device: TimedDevice, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Call, "variants", (Call(),))
+    library = Library(device, {"A": ["eng1"]}, {"eng1": 1.0})
+    times = iter([1.0, 1.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(Dnn, "_time", lambda self, plan, *_: 0.5 if plan.name == "1 eng1" else next(times))
+    bound(device, library, monkeypatch)
+    (kept,) = tmp_path.glob("cudnn-H200-*.json")
+    assert list(json.loads(kept.read_text()).values()) == ["1 eng1"]
+    for plan in tmp_path.glob("**/*.plan"):
+        plan.unlink()
+    bound(device, library, monkeypatch)
+    assert library.built == ["eng1", "eng1", "eng1"], "the second time the variant's alone"
+
+
 def test_fallback_plans_are_for_calls_without_others(device: TimedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(device, {"FALLBACK": ["eng9"]}, {"eng9": 1.0})
     bound(device, library, monkeypatch)
