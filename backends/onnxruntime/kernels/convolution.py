@@ -24,6 +24,12 @@ from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.convolution import Window
 
+WORTH_ROUNDING = 48
+"""Multiplications for each element of images and weights from which a convolution in bfloat16 is faster than in float32.
+
+Measured on a processor with AMX, over the layers of ResNet-18, MobileNetV2 and a U-Net.
+"""
+
 
 def _with_onednn(node: ir.Node) -> bool:
     return library() is not None and have_spatial_axes(node, (0, 1), 3)
@@ -109,7 +115,7 @@ def _depthwise_window(k: Binding, kind: str, x: Array, w: Array) -> Window | Non
 
 def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:
     """The window of a convolution that Winograd's algorithm computes in less time; else None."""
-    if int(k.attributes.get("group", 1)) != 1 or k.pool.bf16_products:
+    if int(k.attributes.get("group", 1)) != 1 or _is_rounded(k, x, w, y):
         return None
     window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
     return window if winograd.is_faster(kind, window, x.shape, y.shape) else None
@@ -132,8 +138,16 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
         dilations=window.dilations,
         pads=window.pads,
         blocked=group > 1 or _blocked_is_faster(kind, window, x.shape, w.shape, y.shape),
+        rounded=_is_rounded(k, x, w, y),
         pool=k.pool,
     ).runner()
+
+
+def _is_rounded(k: Binding, x: Array, w: Array, y: Array) -> bool:
+    """Whether the operands are rounded to bfloat16: where the user permits it, and copies cost less than it saves."""
+    if not k.pool.bf16_products or int(k.attributes.get("group", 1)) != 1:
+        return False
+    return math.prod(y.shape) * math.prod(w.shape[1:]) >= WORTH_ROUNDING * (x.size + w.size + y.size)
 
 
 def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequence[int], y: Sequence[int]) -> bool:

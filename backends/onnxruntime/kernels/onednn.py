@@ -30,7 +30,7 @@ Handle: TypeAlias = "ctypes.c_void_p"
 
 # values of the C enumerations in dnnl_types.h
 _CPU, _IN_ORDER = 1, 1
-_FLOAT32, _ANY_LAYOUT = 3, 1
+_BFLOAT16_TYPE, _FLOAT32, _ANY_LAYOUT = 2, 3, 1
 _FORWARD_TRAINING, _DIRECT = 64, 1
 _SRC_LAYOUT, _WEIGHTS_LAYOUT, _DST_LAYOUT = 129, 131, 133
 _DIFF_SRC_LAYOUT, _DIFF_WEIGHTS_LAYOUT, _DIFF_DST_LAYOUT = 130, 132, 134
@@ -198,9 +198,9 @@ class Primitive:
         """Layout of a float32 array with the given strides, in elements."""
         return self._create("dnnl_memory_desc_create_with_strides", len(shape), _Dims(*shape), _FLOAT32, _Dims(*strides))
 
-    def _free_choice(self, shape: Sequence[int]) -> Handle:
-        """A layout that the primitive may choose."""
-        return self._create("dnnl_memory_desc_create_with_tag", len(shape), _Dims(*shape), _FLOAT32, _ANY_LAYOUT)
+    def _free_choice(self, shape: Sequence[int], kind: int = _FLOAT32) -> Handle:
+        """A layout that the primitive may choose, of elements of this type."""
+        return self._create("dnnl_memory_desc_create_with_tag", len(shape), _Dims(*shape), kind, _ANY_LAYOUT)
 
     def _memory(self, layout: Handle, address: int | None) -> Handle:
         return self._create("dnnl_memory_create", layout, self._lib.engine, ctypes.c_void_p(address))
@@ -261,6 +261,7 @@ class ConvolutionPrimitive(Primitive):
         kind: ``"forward"`` (y from x, w, bias), ``"input"`` (x from w, y) or ``"weight"`` (w from x, y).
         x: N × C × in; ``w``: M × C/group × kernel; ``y``: N × M × out; C-contiguous; the third named is written.
         blocked: let oneDNN choose layouts and copy to and from them; else it works on the arrays as they are.
+        rounded: as ``blocked``, and the copies round what is read to bfloat16.
 
     Raises:
         OneDnnError: oneDNN has no implementation for these shapes.
@@ -280,6 +281,7 @@ class ConvolutionPrimitive(Primitive):
         dilations: Sequence[int],
         pads: Sequence[int],
         blocked: bool,
+        rounded: bool = False,
         pool: Pool,
     ) -> None:
         super().__init__(lib, [x, w, y, bias], pool)
@@ -288,13 +290,20 @@ class ConvolutionPrimitive(Primitive):
         geometry = [_Dims(*strides), _Dims(*(d - 1 for d in dilations)), _Dims(*pads[:n]), _Dims(*pads[n:])]
         before = lib.threads_in_use()
         lib.use_threads(pool.threads)
-        layout = self._free_choice if blocked else self._plain
-        shapes = x.shape, taps, y.shape
-        src, weights, dst = layout(x.shape), self._free_choice(taps) if blocked else self._plain(taps), layout(y.shape)
+        shapes, written = (x.shape, taps, y.shape), {"forward": 2, "input": 0, "weight": 1}[kind]
+        if rounded:
+            kinds = [_FLOAT32 if k == written else _BFLOAT16_TYPE for k in range(3)]
+            src, weights, dst = map(self._free_choice, shapes, kinds)
+        else:
+            src, weights, dst = map(self._free_choice if blocked else self._plain, shapes)
         bias_layout = self._plain(bias.shape) if bias is not None else None
+        given = (src, weights, bias_layout, dst)
+        if rounded and kind != "forward":  # the forward primitive that a gradient asks for has results of its own
+            low = [self._free_choice(shape, _BFLOAT16_TYPE) for shape in shapes]
+            given = (low[0], low[1], bias_layout, low[2])
         forward = self._create(
             "dnnl_convolution_forward_primitive_desc_create",
-            *(lib.engine, _FORWARD_TRAINING, _DIRECT, src, weights, bias_layout, dst, *geometry, self._attributes),
+            *(lib.engine, _FORWARD_TRAINING, _DIRECT, *given, *geometry, self._attributes),
         )
         if kind == "forward":
             chosen, roles = forward, ((_SRC, _SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DST, _DST_LAYOUT))
@@ -310,7 +319,6 @@ class ConvolutionPrimitive(Primitive):
                 *(lib.engine, _DIRECT, src, weights, None, dst, *geometry, forward, self._attributes),
             )
             roles = (_SRC, _SRC_LAYOUT), (_DIFF_WEIGHTS, _DIFF_WEIGHTS_LAYOUT), (_DIFF_DST, _DIFF_DST_LAYOUT)
-        written = {"forward": 2, "input": 0, "weight": 1}[kind]
         arguments: list[tuple[int, Handle]] = []
         after: list[tuple[Handle, Handle, Handle, Handle]] = []
         for index, (array, shape, (role, query)) in enumerate(zip((x, w, y), shapes, roles, strict=True)):

@@ -10,12 +10,14 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("onnxruntime")
 
 from graphc.backend import make_backend
+from graphc.backends.host.processor import multiplies_bfloat16
 from graphc.backends.onnxruntime import pool as pools
-from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
+from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, MatmulPrimitive, library
 from graphc.errors import InternalError, UsageError
 
 
@@ -112,6 +114,25 @@ def test_products_of_bfloat16_follow_those_of_float32() -> None:
     MatmulPrimitive(lib, a, b, found, None, pool=pools.ThreadPool(2, bf16_products=True)).runner()()
     bound = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64)) * 2**-7
     assert (np.abs(found - a.astype(np.float64) @ b) <= bound).all()
+
+
+@pytest.mark.skipif(library() is None or not multiplies_bfloat16(), reason="needs oneDNN and a processor with bfloat16")
+@pytest.mark.parametrize("kind", ["forward", "input", "weight"])
+def test_convolutions_of_bfloat16_follow_those_of_float32(kind: str) -> None:
+    """Their operands are rounded, their sums and results are not."""
+    lib, rng = library(), np.random.default_rng(0)
+    assert lib is not None
+    x, w, y = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 64, 14, 14), (96, 64, 3, 3), (4, 96, 7, 7)))
+    given = {name: torch.from_numpy(array.astype(np.float64)).requires_grad_() for name, array in (("x", x), ("w", w))}
+    result = torch.nn.functional.conv2d(given["x"], given["w"], stride=2, padding=1)
+    result.backward(torch.from_numpy(y.astype(np.float64)))
+    wanted = {"forward": result.detach(), "input": given["x"].grad, "weight": given["w"].grad}[kind]
+    target = {"forward": y, "input": x, "weight": w}[kind]
+    form = {"group": 1, "strides": (2, 2), "dilations": (1, 1), "pads": (1, 1, 1, 1), "blocked": True, "rounded": True}
+    ConvolutionPrimitive(lib, kind, x, w, y, **form, pool=pools.ThreadPool(2, bf16_products=True)).runner()()
+    assert wanted is not None
+    off = np.abs(target - wanted.numpy()).max() / np.abs(wanted.numpy()).max()
+    assert 1e-5 < off < 2**-7
 
 
 def test_products_of_bfloat16_are_an_option_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
