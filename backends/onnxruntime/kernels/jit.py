@@ -25,8 +25,7 @@ def numba_package() -> Any:
     """Numba, imported on first use."""
     import numba  # late: see the module's docstring
 
-    if processor().chosen:
-        numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor().name, processor().features  # type: ignore[attr-defined]
+    numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor().name, processor().features  # type: ignore[attr-defined]
     return numba
 
 

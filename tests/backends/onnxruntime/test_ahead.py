@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,33 @@ def test_code_of_a_level_runs_without_numba_and_damaged_code_does_not_run(
     (kept,) = (tmp_path / "ahead").rglob("*.o")
     kept.write_bytes(kept.read_bytes()[:-9] + b"not whole")
     assert _run(script, "run") == "[0.0, 2.0, 3.0] True"
+
+
+WIDTH = """
+import sys
+from graphc.backends.onnxruntime.kernels.jit import jit, numba_package
+from graphc.backends.onnxruntime.kernels.mathematics import exp
+@jit
+def total(x, y):
+    for k in range(x.size):
+        y[k] = exp(x[k])
+types = numba_package().types
+floats = types.Array(types.float32, 1, "C")
+total.dispatcher.compile((floats, floats))
+print("zmm" in next(iter(total.dispatcher.inspect_asm().values())))
+"""
+
+
+@pytest.mark.full  # processes that compile
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
+@pytest.mark.parametrize(("level", "wide"), [("x86-64-v3", False), ("x86-64-v4", True)])
+def test_loops_have_vectors_as_wide_as_the_processors(
+    level: str, wide: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "width.py").write_text(WIDTH)
+    monkeypatch.setenv("GRAPHC_PROCESSOR", level)
+    done = subprocess.run([sys.executable, tmp_path / "width.py"], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.strip() == str(wide), done.stderr
 
 
 def _is_made() -> bool:
