@@ -147,7 +147,8 @@ def _is_rounded(k: Binding, x: Array, w: Array, y: Array) -> bool:
     """Whether the operands are rounded to bfloat16: where the user permits it, and copies cost less than it saves."""
     if not k.pool.bf16_products or int(k.attributes.get("group", 1)) != 1:
         return False
-    return math.prod(y.shape) * math.prod(w.shape[1:]) >= WORTH_ROUNDING * (x.size + w.size + y.size)
+    multiplications = int(y.size) * math.prod(w.shape[1:])
+    return bool(multiplications >= WORTH_ROUNDING * (x.size + w.size + y.size))
 
 
 def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequence[int], y: Sequence[int]) -> bool:
