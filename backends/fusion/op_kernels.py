@@ -145,9 +145,9 @@ OP_KERNELS: dict[str, OpKernel] = {
     "Sigmoid": OpKernel(e.sigmoid, work=6), "Softplus": OpKernel(e.softplus), "Softsign": OpKernel(e.softsign),
     "Relu": OpKernel(e.relu, epilogue=Epilogue("relu", signs=True)),
     "graphc::ReluGrad": OpKernel(epilogue=Epilogue("relu_grad", gradient=True, signs=True)),
-    "Gelu": OpKernel(e.gelu, work=12, instructions={"gelu": 15}, epilogue=Epilogue("gelu", exact=is_tanh_form)),
+    "Gelu": OpKernel(e.gelu, work=12, instructions={"gelu": 17}, epilogue=Epilogue("gelu", exact=is_tanh_form)),
     "graphc::GeluGrad": OpKernel(
-        element=rules.gelu_gradient, work=16, instructions={"gelu_slope": 17, "gelu_tanh_slope": 30},
+        element=rules.gelu_gradient, work=16, instructions={"gelu_slope": 18, "gelu_tanh_slope": 30},
         epilogue=Epilogue("gelu_grad", exact=is_tanh_form, gradient=True),
     ),
     "LeakyRelu": OpKernel(e.leaky_relu), "HardSigmoid": OpKernel(e.hard_sigmoid), "PRelu": OpKernel(e.prelu),

@@ -52,6 +52,13 @@ def test_a_small_job_is_predicted_and_its_products_are_counted_exactly() -> None
     assert updates == pytest.approx(5 * 4 * parameters, rel=0.01), "parameter, gradient and momentum read, two of them written"
 
 
+def test_the_check_reads_each_gradient_once_and_no_low_copy() -> None:
+    found = predicted("bert", job=JOBS["bert"].tiny())
+    (check,) = (cost for cost in found.costs if cost.name == "check of the gradients")
+    updates = sum(cost.nbytes for cost in found.costs if cost.name.startswith("AdamW"))
+    assert 7 <= updates / check.nbytes < 8, "parameter, both moments, read and written, the gradient, and a low copy of some"
+
+
 def test_python_costs_time_only_where_the_calls_take_less() -> None:
     """The next step is queued while one runs; between them the GPU copies results and feeds."""
 
