@@ -212,6 +212,23 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     return np.asarray(tensor.numpy())
 
 
+_COPIES = {"Cast", "Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+"""Ops whose results hold elements of their first operand alone."""
+
+
+def is_zero(value: ir.Value) -> bool:
+    """Whether every element is known to be zero: of a constant, or copied from one. Shapes need not be known."""
+    node = value.producer()
+    while node is not None and node.domain == "" and node.op_type in _COPIES and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    if node is not None and node.domain == "" and node.op_type == "ConstantOfShape":
+        held = node.attributes.get("value")
+        return held is None or not held.as_tensor().numpy().any()
+    known = constant(value)
+    return known is not None and not known.any()
+
+
 def is_parameter(value: ir.Value) -> bool:
     """Whether the value is a float initializer, and so can train; scalars of reserved names are not."""
     if not value.is_initializer() or value.dtype not in FLOATS or value.shape is None:

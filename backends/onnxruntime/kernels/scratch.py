@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import weakref
 
 import numpy as np
@@ -41,6 +43,17 @@ class Scratchpad:
         """``nbytes`` bytes for good: they stay where they are when the scratchpad grows."""
         self.reserve(nbytes)
         return self._memory[:nbytes]
+
+    def floats(self, *shapes: tuple[int, ...]) -> list[Array]:
+        """Arrays of float32 for good, one behind another on cache lines of their own."""
+        sizes = [4 * math.prod(shape) for shape in shapes]
+        ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+        memory = self.take(ends[-1])
+        starts = [0, *ends[:-1]]
+        return [
+            memory[start : start + size].view(np.float32).reshape(shape)
+            for start, size, shape in zip(starts, sizes, shapes, strict=True)
+        ]
 
     @property
     def address(self) -> int:

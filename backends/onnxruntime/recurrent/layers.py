@@ -14,9 +14,10 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.linear import product_of
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.recurrent import loops
-from graphc.backends.onnxruntime.recurrent.products import pack, pack_transposed, panels_of
-from graphc.backends.onnxruntime.vectors.functions import PANEL
+from graphc.backends.onnxruntime.recurrent.products import pack, pack_transposed, padded
+from graphc.backends.onnxruntime.vectors.functions import WIDE_PANEL
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops import recurrent_training as op
@@ -38,7 +39,7 @@ def _is_native(node: ir.Node) -> bool:
 
 
 class _Layer:
-    """What both kernels share: sizes, shares of the threads, packed weights and scratch memory."""
+    """What both kernels share: sizes, shares of the threads, and packed weights and products in the scratchpad."""
 
     def __init__(self, k: Binding, r: Array, batch: int, *, transposed: bool) -> None:
         self.pool, self.cell = k.pool, _CELLS[k.attributes["cell"]]
@@ -51,13 +52,10 @@ class _Layer:
         cut = 2 * self.hidden if self.cell == loops.GRU else self.wide
         self.weights = [r[:, :cut], r[:, cut:]] if self.cell == loops.GRU else [r]
         self.transposed = transposed
-        self.packed = [self._panels(w) for w in self.weights]
-        padded = max(p.shape[1] for p in self.packed) * PANEL
-        self.work = np.zeros((self.count * self.parts, self.rows + 1, padded), dtype=np.float32)
-
-    def _panels(self, w: Array) -> Array:
-        columns, depth = (w.shape[1], w.shape[2]) if self.transposed else (w.shape[2], w.shape[1])
-        return np.zeros((self.count, panels_of(columns), depth, PANEL), dtype=np.float32)
+        matrices = [w.transpose(0, 2, 1) if transposed else w for w in self.weights]
+        shapes = [(self.count, padded(columns), depth) for _, depth, columns in (m.shape for m in matrices)]
+        work = self.count * self.parts, self.rows + 1, max(columns for _, columns, _ in shapes)
+        *self.packed, self.work = scratchpad_of(k.pool).floats(*shapes, work)
 
     @property
     def panels(self) -> tuple[Array, Array]:
@@ -67,7 +65,7 @@ class _Layer:
         """Copies the weights, which change with every step, to their panels."""
         function = pack_transposed if self.transposed else pack
         pairs = list(zip(self.weights, self.packed, strict=True))
-        return in_order([self.pool.bind(function, (w, packed), packed.shape[0] * packed.shape[1], 4) for w, packed in pairs])
+        return in_order([self.pool.bind(function, pair, self.count * -(-pair[1].shape[1] // WIDE_PANEL), 4) for pair in pairs])
 
 
 def _state(array: Array | None, like: Array) -> Array:
@@ -136,7 +134,8 @@ def recurrent_training_grad(k: Binding) -> Run:
     time, count, batch, hidden = y.shape
     wide = r.shape[1]
     layer, shape = _Layer(k, r, batch, transposed=False), (time, batch, count, wide)
-    earlier = np.empty((count, time, batch, hidden), dtype=np.float32)
+    in_place = count == 1 and h is None and time > 1  # a step starts from the result of the one before, the first from zeros
+    earlier = np.empty((count, 0 if in_place else time, batch, hidden), dtype=np.float32)
     extra = optional(k.outputs, 3)
     dc = dh if layer.cell != loops.LSTM else np.empty_like(dh) if extra is None else extra
     da = dprojected.reshape(shape)
@@ -162,15 +161,17 @@ def recurrent_training_grad(k: Binding) -> Run:
     )
     begin = [(dh, dy_h), (dc, dy_c)] if layer.cell == loops.LSTM else [(dh, dy_h)]
     loop = _running(layer, loops.backpropagate, arguments, begin)
-    slopes = dproduct.reshape(time * batch, count, wide)
+    slopes, after, before = dproduct.reshape(-1, count, wide), slice(None), slice(None)
+    if in_place:
+        after, before = (slice(1, None), slice(-1)) if k.attributes["direction"] == "forward" else (slice(-1), slice(1, None))
     products = []
     for d in range(count):
-        states = earlier[d].reshape(time * batch, hidden)
-        pieces = [(slice(None), states)]
+        states = (y[before] if in_place else earlier[d]).reshape(-1, hidden)
+        pieces = [(dproduct[after].reshape(-1, count, wide), slice(None), states)]
         if layer.cell == loops.GRU and kept is not None:
-            resets = kept.reshape(time * batch, count, hidden)[:, d]
-            pieces = [(slice(2 * hidden), states), (slice(2 * hidden, None), resets)]
-        products += [product_of(k.pool, slopes[:, d, rows].T, b, dr[d, rows]) for rows, b in pieces]
+            pieces[0] = (pieces[0][0], slice(2 * hidden), states)
+            pieces.append((slopes, slice(2 * hidden, None), kept.reshape(-1, count, hidden)[:, d]))
+        products += [product_of(k.pool, steps[:, d, rows].T, b, dr[d, rows]) for steps, rows, b in pieces]
     of_bias = extra if layer.cell == loops.GRU_RESET_AFTER else None
 
     def run() -> None:

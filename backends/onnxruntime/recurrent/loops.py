@@ -9,7 +9,7 @@ from __future__ import annotations
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.recurrent import cells as row
 from graphc.backends.onnxruntime.recurrent.products import product
-from graphc.backends.onnxruntime.vectors.functions import PANEL
+from graphc.backends.onnxruntime.vectors.functions import array_of, floats_at
 
 LSTM, GRU, GRU_RESET_AFTER, TANH, RELU = range(5)
 """The cells as compiled code knows them."""
@@ -20,7 +20,8 @@ def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias,
     """Run the steps of some shares.
 
     projected, gates: time × batch × directions × gates·hidden. kept: time × batch × directions × hidden (an RNN: empty).
-    lengths: batch, or empty. packed: the panels of rᵀ, for a GRU those of its first two gates; packed_new: of the third.
+    lengths: batch, or empty. packed: the panels of rᵀ (see :mod:`.products`), for a GRU those of its first two gates;
+    packed_new: of the third.
     bias: directions × hidden. work: shares × rows × padded gates. h, c: directions × batch × hidden, from the initial states to
     the final ones (c of an LSTM). y: time × directions × batch × hidden.
     """
@@ -29,8 +30,7 @@ def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias,
     line, to_kept, ld = 4 * wide, 4 * n, 4 * work.shape[2]
     of_x, of_gates, of_kept, of_y = projected.ctypes.data, gates.ctypes.data, kept.ctypes.data, y.ctypes.data
     of_h, of_c, of_bias = h.ctypes.data, c.ctypes.data, bias.ctypes.data
-    panels, new_panels = packed.shape[1], packed_new.shape[1]
-    size, size_new = panels * n * PANEL * 4, new_panels * n * PANEL * 4
+    columns, new_columns = packed.shape[1], packed_new.shape[1]
     of_r, of_new = packed.ctypes.data, packed_new.ctypes.data
     for share in range(start, stop):
         d = share // parts
@@ -39,7 +39,7 @@ def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias,
         state = of_h + (d * batch + first) * to_kept
         for step in range(time):
             t = time - 1 - step if backward[d] else step
-            product(state, to_kept, of_r + d * size, panels, n, of_work, ld, last - first)
+            product(state, to_kept, of_r + d * columns * to_kept, columns, n, of_work, ld, last - first)
             for b in range(first, last):
                 at = (t * batch + b) * count + d
                 x, g, k = of_x + at * line, of_gates + at * line, of_kept + at * to_kept
@@ -64,13 +64,19 @@ def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias,
                     row.relu(n, (x, p, g, before, out))
             if cell == GRU:
                 place = of_kept + ((t * batch + first) * count + d) * to_kept
-                product(place, count * to_kept, of_new + d * size_new, new_panels, n, of_work, ld, last - first)
+                product(place, count * to_kept, of_new + d * new_columns * to_kept, new_columns, n, of_work, ld, last - first)
                 for b in range(first, last):
                     if lengths.size == 0 or t < lengths[b]:
                         at = (t * batch + b) * count + d
                         x, g, p = of_x + at * line, of_gates + at * line, of_work + (b - first) * ld
                         out = of_y + ((t * count + d) * batch + b) * to_kept
                         row.gru(n, (x, p, g, of_h + (d * batch + b) * to_kept, out))
+
+
+@jit
+def _is_first(source, time, backward, lengths, b):
+    """Whether a step starts from the initial state: no step ``source`` of sequence b came before it."""
+    return source < 0 or source >= time or (backward and lengths.size > 0 and source >= lengths[b])
 
 
 @jit
@@ -100,17 +106,16 @@ def backpropagate(
 
     Shapes as in :func:`forward`, and: h, c: the initial states. dy: as y, or empty. packed: the panels of r, for a GRU those of
     its first two gates. da: the gradient of projected, as gates; dproduct: of h·Rᵀ, as gates, where a GRU resets it.
-    earlier: directions × time × batch × hidden, the state that each step started from. dh, dc: directions × batch × hidden,
-    from the gradients of the final states to those of the initial ones.
+    earlier: directions × time × batch × hidden, the state that each step started from, or empty. dh, dc: directions × batch ×
+    hidden, from the gradients of the final states to those of the initial ones.
     """
     time, batch, count, wide = gates.shape
     n = h.shape[2]
     line, to_kept, ld = 4 * wide, 4 * n, 4 * work.shape[2]
     of_gates, of_kept, of_dy, of_da = gates.ctypes.data, kept.ctypes.data, dy.ctypes.data, da.ctypes.data
-    of_dh, of_dc, of_earlier = dh.ctypes.data, dc.ctypes.data, earlier.ctypes.data
+    of_dh, of_dc, of_y = dh.ctypes.data, dc.ctypes.data, y.ctypes.data
     of_dproduct = dproduct.ctypes.data
-    panels, new_panels = packed.shape[1], packed_new.shape[1]
-    rows, new_rows = packed.shape[2], packed_new.shape[2]
+    (_, columns, depth), (_, new_columns, new_depth) = packed.shape, packed_new.shape
     of_r, of_new = packed.ctypes.data, packed_new.ctypes.data
     slopes = of_dproduct if cell == GRU_RESET_AFTER else of_da
     for share in range(start, stop):
@@ -134,17 +139,17 @@ def backpropagate(
                     if cell == GRU_RESET_AFTER:
                         for j in range(wide):
                             dproduct[t, b, d, j] = 0.0
-                    for j in range(n):
+                    for j in range(n if earlier.size > 0 else 0):
                         earlier[d, t, b, j] = 0.0
                     continue
-                begins = source < 0 or source >= time or (backward[d] and lengths.size > 0 and source >= lengths[b])
+                begins = _is_first(source, time, backward[d], lengths, b)
+                e = of_y + ((source * count + d) * batch + b) * to_kept
                 if begins:
+                    e = h.ctypes.data + (d * batch + b) * to_kept
+                if earlier.size > 0:
+                    state = array_of(floats_at(e), (n,))
                     for j in range(n):
-                        earlier[d, t, b, j] = h[d, b, j]
-                else:
-                    for j in range(n):
-                        earlier[d, t, b, j] = y[source, d, b, j]
-                e = of_earlier + ((d * time + t) * batch + b) * to_kept
+                        earlier[d, t, b, j] = state[j]
                 if cell == LSTM:
                     held = of_kept + ((source * batch + b) * count + d) * to_kept
                     if begins:
@@ -160,15 +165,18 @@ def backpropagate(
                     row.relu_back(n, (g, slope, dhb, a))
             place = ((t * batch + first) * count + d) * line
             if cell == GRU:
-                matrix, new = of_new + d * new_panels * new_rows * PANEL * 4, place + 2 * to_kept
-                product(of_da + new, count * line, matrix, new_panels, new_rows, of_work, ld, last - first)
+                matrix, new = of_new + d * new_columns * new_depth * 4, of_da + place + 2 * to_kept
+                product(new, count * line, matrix, new_columns, new_depth, of_work, ld, last - first)
                 for b in range(first, last):
                     if lengths.size == 0 or t < lengths[b]:
                         at = ((t * batch + b) * count + d) * line
-                        e = of_earlier + ((d * time + t) * batch + b) * to_kept
+                        e = of_y + ((source * count + d) * batch + b) * to_kept
+                        if _is_first(source, time, backward[d], lengths, b):
+                            e = h.ctypes.data + (d * batch + b) * to_kept
                         p, dhb = of_work + (b - first) * ld, of_dh + (d * batch + b) * to_kept
                         row.gru_reset_back(n, (of_gates + at, e, p, dhb, of_da + at))
-            product(slopes + place, count * line, of_r + d * panels * rows * PANEL * 4, panels, rows, of_work, ld, last - first)
+            matrix = of_r + d * columns * depth * 4
+            product(slopes + place, count * line, matrix, columns, depth, of_work, ld, last - first)
             for b in range(first, last):
                 if lengths.size == 0 or t < lengths[b]:
                     row.add(n, (of_dh + (d * batch + b) * to_kept, of_work + (b - first) * ld))

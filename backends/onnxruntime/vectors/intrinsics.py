@@ -45,7 +45,7 @@ def _fetch_for_writing(builder: ll.IRBuilder, place: Any) -> None:
     builder.call(known or ll.Function(builder.module, kind, "llvm.prefetch.p0"), (place, I32(1), I32(3), I32(1)))
 
 
-def tile_function(rows: int, adds: bool) -> Any:
+def tile_function(rows: int, vectors: int, adds: bool) -> Any:
     """See :func:`.functions.tile_function`."""
 
     @intrinsic
@@ -57,7 +57,7 @@ def tile_function(rows: int, adds: bool) -> Any:
             a, a_row, a_step, b, b_row, depth, c, c_row = (context.cast(builder, v, t, types.int64) for v, t in given)
             offsets = [builder.mul(a_row, I64(r)) for r in range(rows)]
             targets = [
-                [builder.inttoptr(builder.add(row, I64(4 * LANES * v)), POINTER) for v in range(2)]
+                [builder.inttoptr(builder.add(row, I64(4 * LANES * v)), POINTER) for v in range(vectors)]
                 for row in (builder.add(c, builder.mul(c_row, I64(r))) for r in range(rows))
             ]
             zero = ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES)
@@ -69,29 +69,29 @@ def tile_function(rows: int, adds: bool) -> Any:
             builder.position_at_end(loop)
             k = builder.phi(I64)
             k.add_incoming(I64(0), before)
-            sums = [[builder.phi(kind) for _ in range(2)] for _ in range(rows)]
+            sums = [[builder.phi(kind) for _ in range(vectors)] for _ in range(rows)]
             start = builder.add(b, builder.mul(k, b_row))
             taken = [
                 builder.load(builder.inttoptr(builder.add(start, I64(4 * LANES * v)), POINTER), typ=kind, align=4)
-                for v in range(2)
+                for v in range(vectors)
             ]
             column = builder.add(a, builder.mul(k, a_step))
             made = []
             for r in range(rows):
                 value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), POINTER), typ=F32, align=4)
                 same = _in_all_lanes(builder, value)
-                made.append([call(builder, "fma", kind, same, taken[v], sums[r][v]) for v in range(2)])
+                made.append([call(builder, "fma", kind, same, taken[v], sums[r][v]) for v in range(vectors)])
             following = builder.add(k, I64(1))
             end = builder.block
             k.add_incoming(following, end)
             for r in range(rows):
-                for v in range(2):
+                for v in range(vectors):
                     sums[r][v].add_incoming(zero, before)
                     sums[r][v].add_incoming(made[r][v], end)
             builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
             builder.position_at_end(after)
             for r in range(rows):
-                for v in range(2):
+                for v in range(vectors):
                     total = made[r][v]
                     if adds:  # last, when c has come: sums that start with it would wait for memory
                         total = builder.fadd(total, builder.load(targets[r][v], typ=kind, align=4))

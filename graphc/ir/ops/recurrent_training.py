@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
-from graphc.ir.facts import dims, input_of, static_dims
+from graphc.ir.facts import dims, input_of, is_zero, static_dims
 from graphc.ir.ops.recurrent import DEFAULTS, GATES, by_direction, initial_states, step_mask
 from graphc.ir.subgraphs import finish_body, new_body
 
@@ -62,7 +62,8 @@ def training_form(op: Builder, node: ir.Node) -> tuple[ir.Value, ...] | None:
     if cell is None or shapes[0] is None or shapes[1] is None:
         return None
     (count, rows, width), hidden = shapes[0], shapes[1][-1]
-    b, lengths, h, c = [*node.inputs, *[None] * 4][3:7]
+    b, lengths, *states = [*node.inputs, *[None] * 4][3:7]
+    h, c = (None if v is None or is_zero(v) else v for v in states)  # PyTorch's exporters always write zeros
     bias, hidden_bias = _biases(op, b, cell, hidden)
     product = [op.Reshape(x, [-1, width]), op.Reshape(w, [count * rows, width])]
     product += [op.Reshape(bias, [count * rows])] if bias is not None else []

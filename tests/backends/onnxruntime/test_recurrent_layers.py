@@ -46,6 +46,8 @@ def operands(cell: str, direction: str, sizes: tuple[int, int, int], *, ragged: 
 CASES = [
     *((cell, way, (4, 9, 21), True, True) for cell in GATES for way in ("forward", "reverse", "bidirectional")),
     *((cell, "bidirectional", (3, 2, 5), False, False) for cell in GATES),
+    *((cell, way, (4, 7, 21), ragged, False) for cell in GATES for way in ("forward", "reverse") for ragged in (True, False)),
+    (LSTM, "forward", (1, 3, 40), False, False),
     (LSTM, "forward", (1, 1, 40), False, True),
     (LSTM, "forward", (5, 33, 64), False, False),
 ]

@@ -14,6 +14,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.decomposition import replace_nodes
 from graphc.ir.ops.recurrent import RECURRENT, recurrence
 from graphc.ir.ops.recurrent_training import training_form
+from graphc.ir.text import from_text
 from graphc.ir.verify import verify_model
 from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Array, Run, check_gradient, gradients, new_model, normal, on_onnxruntime, reference
@@ -153,6 +154,33 @@ def kept(op: Builder, node: ir.Node) -> tuple[ir.Value, ...]:
     made = training_form(op, node)
     assert made is not None
     return made
+
+
+@pytest.mark.parametrize(
+    ("start", "kept_states"),
+    [
+        ("z = Constant <value = float {0.0}> () e = Expand (z, size) h = Slice (e, from, to, from)", 0),
+        ("h = ConstantOfShape (size)", 0),
+        ("h = ConstantOfShape <value = float[1] {0.5}> (size)", 2),
+        ("h = Expand (learned, size)", 2),
+    ],
+)
+def test_states_that_begin_at_zero_are_left_out(start: str, kept_states: int) -> None:
+    text = f"""<ir_version: 11, opset_import: ["" : 26]>
+    main (float[4,3,2] x) => (float[4,1,3,3] y)
+      <float[1,12,2] w = {{}}, float[1,12,3] r = {{}}, float[1] learned = {{0.0}}, int64[3] size = {{1,3,3}},
+       int64[1] from = {{0}}, int64[1] to = {{1}}>
+    {{
+       {start}
+       y, last, cell = LSTM <hidden_size = 3> (x, w, r, , , h, h)
+    }}"""
+    model = from_text(text)
+    node = next(n for n in model.graph if n.op_type == "LSTM")
+    op = Builder(model.graph)
+    op.before = node
+    made = kept(op, node)[0].producer()
+    assert made is not None
+    assert sum(v is not None for v in made.inputs[4:]) == kept_states
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in PLAIN], ids=label)
