@@ -143,6 +143,7 @@ def training_pipeline(
     options, mesh = options or CompileOptions(), mesh or Mesh()
     low, again = precision_options(options.precision), recompute_options(options.recompute)
     batch, initialize, freeze = options.batch, options.initialize, options.freeze
+    seed = {"seed": options.seed} if options.seed else {}
     return [
         # one opset, parameters as initializers, everything typed
         PassCall("legalize", {"train": options.train, "shapes": shape_texts(options.shapes)}),
@@ -154,7 +155,8 @@ def training_pipeline(
         *(
             [PassCall("initialize", {"method": initialize, "seed": options.seed})] if initialize else []
         ),  # files without trained weights
-        PassCall("train_mode", {"freeze": freeze}),  # BatchNormalization and Dropout back to training behaviour
+        PassCall("draws", seed),  # random numbers from the seed, the step and the sample
+        PassCall("train_mode", {"freeze": freeze, **seed}),  # BatchNormalization and Dropout back to training behaviour
         *parallel.forward_steps(options, mesh),  # BatchNormalization over the global batch
         loss.step(),  # Σ loss and Σ weight
         *parallel.tensor_steps(options, mesh),  # weights, and the work on them, divided among ranks

@@ -173,7 +173,7 @@ def evaluation_graph(legalised: ir.Model, loss: PassCall, ctx: Context) -> Evalu
     """A copy of the legalised model in inference mode whose outputs are the loss and metrics with their sums."""
     model = legalised.clone()
     inner = Context(done=list(ctx.done))
-    run(model, [PassCall("inference_mode"), loss], inner)
+    run(model, [PassCall("draws"), PassCall("inference_mode"), loss], inner)
     for node in list(model.graph):
         if node.op_type == "Mean" and node.domain == "graphc":
             # Evaluation sums over batches and divides once, so that a short last batch has its due weight.

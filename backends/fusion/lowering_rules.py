@@ -1,6 +1,6 @@
 """Lowering rules beyond elementwise arithmetic: reads at computed indices, random words.
 
-DropoutMask: the mask of element i is a function of i, the seed and the step, so that a dropout costs no memory
+DropoutMask and Uniform: element i is a function of i, the seed and the step, so that a dropout costs no memory
 GeluGrad: one function computes the slope, so that its terms share subexpressions
 MaxPoolTapsGrad: each element checks the few windows that contain it for whether it is their maximum
 """
@@ -121,14 +121,28 @@ def gather_nd(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
 
 
 def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
-    """0 if the element's Philox word is below the threshold, else 1 ÷ (1 − ratio).
+    """0 if the element's Philox word is below the threshold, else 1 ÷ (1 − ratio)."""
+    ratio, dtype = required_declaration(node).attribute_values(node)["ratio"], dtype_of(node.outputs[0])
+    threshold = dropout_threshold(ratio)
+    kept, zero = np.asarray(dropout_scale(ratio), dtype.numpy()), expressions.literal(dtype, 0)
+    if threshold > 0xFFFFFFFF:
+        return zero
+    return f"({_word(g, node, index, guard)} < {threshold}u ? {zero} : {expressions.literal(dtype, kept)})"
+
+
+def uniform(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
+    """The upper 24 bits of the element's Philox word, of 2²⁴."""
+    return f"((float)({_word(g, node, index, guard)} >> 8) * 5.9604644775390625e-08f)"
+
+
+def _word(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> str:
+    """The element's Philox word.
 
     Philox generates four words at once. A vector of neighbours uses all four; a single element discards three.
     """
-    values, out = required_declaration(node).attribute_values(node), node.outputs[0]
-    dtype = dtype_of(out)
+    out = node.outputs[0]
     each = int(np.prod(shape_of(out)[1:], dtype=np.int64))
-    threshold, tag = dropout_threshold(values["ratio"]), zlib.crc32(values["tag"].encode())
+    tag = zlib.crc32(required_declaration(node).attribute_values(node)["tag"].encode())
     place = flatten(index, shape_of(out))
 
     def drawn(function: str, first: str, scalars: Sequence[str]) -> str:
@@ -143,13 +157,8 @@ def dropout_mask(g: Lowering, node: ir.Node, index: Map, guard: str | None) -> s
             "Pack<unsigned int, VECTOR>", place, index, guard, WORDS, lambda first: drawn("philox_words<VECTOR>", first, known)
         )
     if words is not None:
-        word = f"{words}.at[v]"
-    else:
-        word = drawn("philox_word", g.text(place), [g.element(v, (), guard) for v in node.inputs[1:4]])
-    kept, zero = np.asarray(dropout_scale(values["ratio"]), dtype.numpy()), expressions.literal(dtype, 0)
-    if threshold > 0xFFFFFFFF:
-        return zero
-    return f"({word} < {threshold}u ? {zero} : {expressions.literal(dtype, kept)})"
+        return f"{words}.at[v]"
+    return drawn("philox_word", g.text(place), [g.element(v, (), guard) for v in node.inputs[1:4]])
 
 
 def _scalar(g: Lowering, value: ir.Value) -> str | None:

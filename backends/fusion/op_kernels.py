@@ -177,6 +177,7 @@ OP_KERNELS: dict[str, OpKernel] = {
     "GatherND": OpKernel(element=rules.gather_nd), "ScatterElements": OpKernel(element=rules.scatter_elements),
     "OneHot": OpKernel(element=rules.one_hot), "Trilu": OpKernel(element=rules.triangle),
     "EyeLike": OpKernel(element=rules.diagonal), "graphc::DropoutMask": OpKernel(element=rules.dropout_mask, work=16),
+    "graphc::Uniform": OpKernel(element=rules.uniform, work=16),
     "graphc::ChannelsLastMaxPoolTapsGrad": OpKernel(element=rules.pooled_gradient, neighbours=True, work=48),
     f"graphc::{UNPACKED}": OpKernel(element=rules.unpacked, neighbours=True),
 }  # fmt: skip

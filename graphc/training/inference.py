@@ -8,6 +8,7 @@ A file of a newer opset runs unchanged if one of its ops cannot be expressed in 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -65,7 +66,7 @@ def run_model(
         legal = original.clone()
         _fed_initializers_are_inputs(legal.graph, given)
         try:
-            run(legal, [PassCall("legalize"), PassCall("simplify")])
+            run(legal, [PassCall("legalize"), PassCall("draws", {"seed": secrets.randbits(63)}), PassCall("simplify")])
         except NewerOpsetError:
             return _run_whole(engine, original.clone(), given)
         wanted = [value.name or "" for value in legal.graph.inputs]

@@ -6,6 +6,7 @@ from graphc.gradient import zero_gradient
 
 zero_gradient(
     "graphc::DropoutMask",
+    "graphc::Uniform",
     "Bernoulli",
     "Multinomial",
     "RandomNormal",

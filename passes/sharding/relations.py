@@ -55,7 +55,7 @@ ELEMENTWISE = frozenset(
         *("Selu", "Sigmoid", "Sign", "Sin", "Softplus", "Softsign", "Sqrt", "Sub", "Tanh", "Where", "Xor"),
     )
 )
-WHOLE = frozenset({"Constant", "ConstantOfShape", "Shape", "Size", "graphc::DropoutMask"})
+WHOLE = frozenset({"Constant", "ConstantOfShape", "Shape", "Size", "graphc::DropoutMask", "graphc::Uniform"})
 """Ops whose results every rank can compute whole, and take its part of."""
 
 RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})

@@ -21,11 +21,12 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, input_of, is_parameter
-from graphc.ir.names import BATCHNORM, LIVE, SAMPLE_OFFSET, SEED, STEP
+from graphc.ir.names import BATCHNORM, LIVE, SEED, STEP
 from graphc.ir.parameters import check_patterns
 from graphc.ir.state import scalar
 from graphc.ir.subgraphs import bodies
 from graphc.passes.optimize.simplify import replace
+from graphc.passes.training.draws import first_row
 from graphc.pipeline import Context, graph_pass
 
 
@@ -37,6 +38,7 @@ def train_mode(
     batchnorm: bool = True,
     dropout: bool = True,
     freeze: Sequence[str] | None = None,
+    seed: int = 0,
 ) -> bool:
     """Put BatchNormalization and Dropout into training mode.
 
@@ -45,6 +47,7 @@ def train_mode(
         dropout: drop elements. Masks depend on seed, step, the node's name and the sample's place in the global batch.
         freeze: glob patterns of parameters. A BatchNormalization stays in inference mode if its scale or statistics match. In a
             PyTorch module it does if its statistics match, or if the module has it in evaluation mode.
+        seed: of masks, unless a Trainer is given another.
 
     Raises:
         UsageError: a pattern that matches no initializer.
@@ -65,7 +68,7 @@ def train_mode(
             _batchnorm_training(graph, op, node, averages)
             normalised += 1
         elif dropout and node.op_type == "Dropout" and node.domain == "":
-            if _dropout_training(graph, op, node):
+            if _dropout_training(graph, op, node, seed):
                 dropped += 1
             else:
                 ctx.note(f"train_mode: {node.name} keeps its inference behaviour, for its ratio is no constant")
@@ -201,7 +204,7 @@ def _batchnorm_inference(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
     return True
 
 
-def _dropout_training(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
+def _dropout_training(graph: ir.Graph, op: Builder, node: ir.Node, seed: int) -> bool:
     x = node.inputs[0]
     ratio_value = node.inputs[1] if len(node.inputs) > 1 else None
     known = constant(ratio_value)
@@ -215,9 +218,9 @@ def _dropout_training(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
     assert x.dtype is not None
     mask = op.graphc.DropoutMask(
         op.shape(x),
-        scalar(graph, SEED, 0),
+        scalar(graph, SEED, seed),
         scalar(graph, STEP, 0),
-        _first_row(graph, op, x),
+        first_row(graph, op, dims(x), x),
         ratio=ratio,
         tag=node.name or "",
         dtype=int(x.dtype),
@@ -235,23 +238,6 @@ def _without_dropout(graph: ir.Graph, op: Builder, node: ir.Node) -> None:
     if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
         replace(graph, op, node.outputs[1], op.Expand(np.bool_(True), op.shape(x)))
     graph.remove(node, safe=True)
-
-
-def _first_row(graph: ir.Graph, op: Builder, x: ir.Value) -> ir.Value:
-    """Index of this rank's first row of ``x`` in the global batch: the sample offset times the rows of a sample.
-
-    A value whose first axis is batch · heads, as in attention exported by PyTorch, has several rows per sample.
-    """
-    offset = scalar(graph, SAMPLE_OFFSET, 0)
-    batch = _batch(graph)
-    rows, samples = (dims(x) or (None,))[0], (dims(batch) or (None,))[0] if batch is not None else None
-    if batch is None or (rows is not None and rows == samples) or dims(x) == ():
-        return offset
-    if isinstance(rows, int) and isinstance(samples, int):
-        each = rows // samples if samples and rows % samples == 0 else 1
-        return op.Mul(offset, np.int64(each)) if each != 1 else offset
-    first = [op.Squeeze(op.Shape(v, start=0, end=1), [0]) for v in (x, batch)]
-    return op.Mul(offset, op.Div(*first))  # type: ignore[no-any-return]
 
 
 def _batch(graph: ir.Graph) -> ir.Value | None:

@@ -1,32 +1,45 @@
-"""Dropout masks drawn by Philox, bit for bit those of the op's decomposition."""
+"""Dropout masks and uniform numbers drawn by Philox, bit for bit those of the ops' decompositions."""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
-from graphc.backends.onnxruntime.kernels.jit import exact, inlined
+from graphc.backends.onnxruntime.kernels.jit import exact, inlined, specialized
 from graphc.device import Array, Run
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
 GRAIN = 1024
 """Fewest blocks of four elements that are worth handing to another thread."""
 
+MASK, UNIFORM = range(2)
+
 
 @kernel("onnxruntime", "graphc::DropoutMask", when=lambda node: node.outputs[0].dtype == ir.DataType.FLOAT)
 def dropout_mask(k: Binding) -> Run:
-    """Draw the mask; every block of four elements has its own counter, so threads are independent."""
-    (_, seed, step, sample_offset), (mask,) = given(k.inputs, 4), given(k.outputs, 1)
-    ratio, tag_word = float(k.attributes["ratio"]), zlib.crc32(str(k.attributes["tag"]).encode())
-    per_sample = int(np.prod(mask.shape[1:], dtype=np.int64))
+    """Zero below the threshold of the ratio, else the factor on kept elements."""
+    ratio = float(k.attributes["ratio"])
+    return _drawing(k, MASK, dropout_threshold(ratio), dropout_scale(ratio))
+
+
+@kernel("onnxruntime", "graphc::Uniform")
+def uniform(k: Binding) -> Run:
+    """The upper 24 bits of a word, of 2²⁴."""
+    return _drawing(k, UNIFORM, 0, 2.0**-24)
+
+
+def _drawing(k: Binding, kind: int, threshold: int, factor: float) -> Run:
+    """Draws; every block of four elements has its own counter, so threads are independent."""
+    (_, seed, step, sample_offset), (drawn,) = given(k.inputs, 4), given(k.outputs, 1)
+    per_sample = int(np.prod(drawn.shape[1:], dtype=np.int64))
     words: Array = np.zeros(6, dtype=np.uint64)  # seed and tag (the key), step low and high, first element, threshold
-    words[1], words[5] = tag_word, dropout_threshold(ratio)
-    arguments = (words, np.float32(dropout_scale(ratio)), mask.reshape(-1))
-    sweep = k.pool.bind(_dropout_mask, arguments, mask.size // 4 + 2, GRAIN)
+    words[1], words[5] = zlib.crc32(str(k.attributes["tag"]).encode()), threshold
+    sweep = k.pool.bind(_draw(kind), (words, np.float32(factor), drawn.reshape(-1)), drawn.size // 4 + 2, GRAIN)
 
     def run() -> None:
         bits, moment = int(seed.item()) & (1 << 64) - 1, int(step.item()) & (1 << 64) - 1
@@ -52,25 +65,37 @@ def _philox(index, step_low, step_high, key, tag):
     return c0, c1, c2, c3
 
 
-@exact
-def _dropout_mask(words, kept, mask, start, stop):
-    # seed, step and offset are data, but skip lies in 0 … 3, and blocks are whole or compared with the size of the mask
-    key, tag, low, high, begin, threshold = words[0], words[1], words[2], words[3], words[4], words[5]
-    first, skip, zero = begin // np.uint64(4), np.int64(begin % np.uint64(4)), np.float32(0.0)
-    whole = max(start, 1 if skip > 0 else 0)
-    rest = max(whole, min(stop, (mask.size + skip) // 4))
-    if rest > whole:
-        inside, base = mask[4 * whole - skip : 4 * rest - skip], first + np.uint64(whole)
-        for block in range(inside.size // 4):
-            c0, c1, c2, c3 = _philox(base + np.uint64(block), low, high, key, tag)
-            inside[4 * block] = kept if c0 >= threshold else zero
-            inside[4 * block + 1] = kept if c1 >= threshold else zero
-            inside[4 * block + 2] = kept if c2 >= threshold else zero
-            inside[4 * block + 3] = kept if c3 >= threshold else zero
-    for block in range(start, stop):
-        if block < whole or block >= rest:
-            drawn = _philox(first + np.uint64(block), low, high, key, tag)
-            for k in range(4):
-                at = 4 * block - skip + k
-                if 0 <= at < mask.size:
-                    mask[at] = kept if drawn[k] >= threshold else zero
+@specialized
+def _draw(kind: int) -> Callable[..., None]:
+    """Make the loop for one of the ops."""
+
+    @inlined
+    def number(word, threshold, factor):
+        if kind == UNIFORM:
+            return np.float32(np.int32(word >> np.uint64(8))) * factor
+        return factor if word >= threshold else np.float32(0.0)
+
+    @exact
+    def draw(words, factor, drawn, start, stop):
+        # seed, step and offset are data, but skip lies in 0 … 3, and blocks are whole or compared with the size of the result
+        key, tag, low, high, begin, threshold = words[0], words[1], words[2], words[3], words[4], words[5]
+        first, skip = begin // np.uint64(4), np.int64(begin % np.uint64(4))
+        whole = max(start, 1 if skip > 0 else 0)
+        rest = max(whole, min(stop, (drawn.size + skip) // 4))
+        if rest > whole:
+            inside, base = drawn[4 * whole - skip : 4 * rest - skip], first + np.uint64(whole)
+            for block in range(inside.size // 4):
+                c0, c1, c2, c3 = _philox(base + np.uint64(block), low, high, key, tag)
+                inside[4 * block] = number(c0, threshold, factor)
+                inside[4 * block + 1] = number(c1, threshold, factor)
+                inside[4 * block + 2] = number(c2, threshold, factor)
+                inside[4 * block + 3] = number(c3, threshold, factor)
+        for block in range(start, stop):
+            if block < whole or block >= rest:
+                four = _philox(first + np.uint64(block), low, high, key, tag)
+                for k in range(4):
+                    at = 4 * block - skip + k
+                    if 0 <= at < drawn.size:
+                        drawn[at] = number(four[k], threshold, factor)
+
+    return draw

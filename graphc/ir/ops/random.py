@@ -12,7 +12,7 @@ recomputation, backends and any split of a batch over ranks therefore draw the s
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, declare
 from graphc.ir.facts import shape_of_result
 
-RANDOM_OPS = frozenset({"DropoutMask"})
+RANDOM_OPS = frozenset({"DropoutMask", "Uniform"})
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -103,6 +103,34 @@ def dropout_mask(
     ``seed``, ``step`` and ``sample_offset`` are int64 scalars. Element i is dropped when its Philox word is below
     ratio · 2³². The first axis counts samples: the rows of a rank's share start at row ``sample_offset`` of the global batch.
     """
+    lanes, mine = _words(op, shape, seed, step, sample_offset, tag)
+    threshold = np.int64(dropout_threshold(ratio))
+    kept = mine(op.GreaterOrEqual(op.Cast(c, to=int(ir.DataType.INT64)), threshold) for c in lanes)
+    kind = ir.DataType(dtype).numpy()
+    return op.Where(kept, np.asarray(dropout_scale(ratio), kind), np.asarray(0, kind))  # type: ignore[no-any-return]
+
+
+@declare(
+    "Uniform",
+    inputs="shape seed step sample_offset",
+    outputs="y",
+    attributes={"tag": REQUIRED},
+    infer=lambda inputs, attributes: [(ir.DataType.FLOAT, shape_of_result(inputs[0]))],
+)
+def uniform(op: Builder, shape: ir.Value, seed: ir.Value, step: ir.Value, sample_offset: ir.Value, *, tag: str) -> ir.Value:
+    """Multiples of 2⁻²⁴ in [0, 1), all equally likely: the upper 24 bits of Philox words; float32 of the given int64 shape.
+
+    ``seed``, ``step`` and ``sample_offset`` as for :func:`dropout_mask`.
+    """
+    lanes, mine = _words(op, shape, seed, step, sample_offset, tag)
+    upper = mine(op.Cast(op.BitShift(c, np.uint64(8), direction="RIGHT"), to=int(ir.DataType.FLOAT)) for c in lanes)
+    return op.Mul(upper, np.float32(2.0**-24))  # type: ignore[no-any-return]
+
+
+def _words(
+    op: Builder, shape: ir.Value, seed: ir.Value, step: ir.Value, sample_offset: ir.Value, tag: str
+) -> tuple[tuple[Any, Any, Any, Any], Callable[[Iterable[Any]], Any]]:
+    """The four words of each block that holds elements of this rank, and what picks its elements from results by lane."""
     word, half = np.uint64(_WORD), np.uint64(32)
 
     def low(x: ir.Value) -> ir.Value:
@@ -133,10 +161,10 @@ def dropout_mask(
         c0, c1 = op.BitwiseXor(op.BitwiseXor(high(two), c1), k0), low(two)
         c2, c3 = op.BitwiseXor(op.BitwiseXor(high(one), c3), k1), low(one)
 
-    threshold = np.int64(dropout_threshold(ratio))
-    lanes = [op.GreaterOrEqual(op.Cast(c, to=int(ir.DataType.INT64)), threshold) for c in (c0, c1, c2, c3)]
-    kept = op.Reshape(op.Concat(*[op.Unsqueeze(lane, [1]) for lane in lanes], axis=1), [-1])
     skip = op.Unsqueeze(op.Sub(start, op.Mul(first, np.int64(4))), [0])
-    mine = op.Reshape(op.Slice(kept, skip, op.Add(skip, op.Unsqueeze(count, [0])), [0]), shape)
-    kind = ir.DataType(dtype).numpy()
-    return op.Where(mine, np.asarray(dropout_scale(ratio), kind), np.asarray(0, kind))  # type: ignore[no-any-return]
+
+    def mine(lanes: Iterable[Any]) -> Any:
+        every = op.Reshape(op.Concat(*[op.Unsqueeze(lane, [1]) for lane in lanes], axis=1), [-1])
+        return op.Reshape(op.Slice(every, skip, op.Add(skip, op.Unsqueeze(count, [0])), [0]), shape)
+
+    return (c0, c1, c2, c3), mine

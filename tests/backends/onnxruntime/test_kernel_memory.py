@@ -173,6 +173,9 @@ CASES: Mapping[str, Sequence[Case]] = {
     "graphc::DropoutMask": [
         c(i(3, 7), one(5, np.int64), STEP, one(offset, np.int64), constants=(0,), ratio=0.3, tag="t") for offset in (0, 5, -3)
     ],
+    "graphc::Uniform": [
+        c(i(3, 7), one(5, np.int64), STEP, one(offset, np.int64), constants=(0,), tag="t") for offset in (0, 5, -3)
+    ],
     "graphc::BatchMoments": [c(f(3, 5, 7), one(1.0))],
     "graphc::BatchStatistics": [c(one(9.0, np.float64), np.abs(f(5)).astype(np.float64), np.abs(f(5)).astype(np.float64))],
     "graphc::SharedNormalization": [c(f(3, 5, 7), f(5), f(5), f(5), f(5), one(9.0, np.float64), one(1.0), tag="t")],

@@ -540,9 +540,12 @@ def test_label_outside_the_classes_gives_nan(pool: ThreadPool) -> None:
 
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4096), (2, 3, 3)])
-def test_dropout_mask_is_bit_for_bit_that_of_the_decomposition(offset: int, shape: tuple[int, ...], pool: ThreadPool) -> None:
+def test_random_numbers_are_bit_for_bit_those_of_the_decomposition(
+    offset: int, shape: tuple[int, ...], pool: ThreadPool
+) -> None:
     arrays = [np.array(shape), np.array(-(2**62) + 5), np.array(2**33 + 1), np.array(offset)]
     compare("graphc::DropoutMask", arrays, {"ratio": 0.3, "tag": "block/dropout"}, pool, (0,), tolerance=0)
+    compare("graphc::Uniform", arrays, {"tag": "block/noise"}, pool, (0,), tolerance=0)
 
 
 UPDATES: list[tuple[str, int, dict[str, Any]]] = [

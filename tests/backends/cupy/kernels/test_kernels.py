@@ -284,7 +284,7 @@ def test_slope_of_gelu_is_that_of_pytorch(approximate: str, dtype: Any, device: 
 
 
 @pytest.mark.parametrize("offset", [0, 3])
-def test_dropout_masks_inside_a_kernel_are_those_of_the_cpu(offset: int, device: Any) -> None:
+def test_random_numbers_inside_a_kernel_are_those_of_the_cpu(offset: int, device: Any) -> None:
     seed, step, shape = -77, 5, (6, 7)
     scalars = [np.array(v) for v in (seed, step, offset)]
     attributes = {"ratio": 0.3, "tag": "drop"}
@@ -292,6 +292,8 @@ def test_dropout_masks_inside_a_kernel_are_those_of_the_cpu(offset: int, device:
     words = philox_words(offset * 7, 42, seed=seed, step=step, tag="drop").reshape(shape)
     want = np.where(words < dropout_threshold(0.3), 0, dropout_scale(0.3)).astype(np.float32)
     assert got.tobytes() == want.tobytes()
+    (got,) = run_op(device, "graphc::Uniform", [np.array(shape), *scalars], {"tag": "drop"}, constants=(0,))
+    assert got.tobytes() == ((words >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)).tobytes()
 
 
 @pytest.mark.parametrize("shape", [(6, 48), (3, 2, 20), (5, 9)], ids=str)
