@@ -35,7 +35,7 @@ CONVOLUTIONS = ("Conv", "ConvGradInput", "ConvGradWeight", "MaxPoolGrad", "Chann
 LOSSES = ("SoftmaxCrossEntropy", "SoftmaxCrossEntropyGrad")
 OTHERS = ("DropoutMask", "ScaledDotProductAttention", "Gemm", "MatMul", "TopK")
 
-SHAPES = ("Expand", "Flatten", "Identity", "Reshape", "Shape", "Size", "Squeeze", "Transpose", "Unsqueeze")
+SHAPES = ("Expand", "Flatten", "Identity", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Transpose", "Unsqueeze")
 NUMBERS = ("Add", "Cast", "CastLike", "Concat", "ConstantOfShape", "Div", "Gather", "Mul", "Sub", "Sum", "Where")
 """What analyses follow through a graph: moves, casts, and the arithmetic of shapes and constant factors."""
 

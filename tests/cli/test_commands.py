@@ -123,7 +123,7 @@ def test_compile(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = document(capfd, "compile", "mlp.onnx", "-o", "t.onnx", *LOSS, "--optimizer", "adam", "-n", "2")
     assert found["trained_parameters"] == 4
     assert onnx.load("t.onnx").graph.input[1].name == "label"
-    assert [row["pass"] for row in found["passes"]][:3] == ["legalize", "dequantize", "train_mode"]
+    assert [row["pass"] for row in found["passes"]][:4] == ["legalize", "dequantize", "draws", "train_mode"]
     rows = document(capfd, "inspect", "t.onnx", "--show", "collectives")["collectives"]
     assert sum(r["bytes"] for r in rows) == found["allreduce_bytes"] >= 4 * found["trained_elements"]
     assert main(["show", "t.onnx", "--batch", "8", "--backend", "numpy"]) == 0

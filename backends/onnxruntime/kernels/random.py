@@ -65,15 +65,16 @@ def _philox(index, step_low, step_high, key, tag):
     return c0, c1, c2, c3
 
 
+@inlined
+def _number(kind, word, threshold, factor):
+    if kind == UNIFORM:
+        return np.float32(np.int32(word >> np.uint64(8))) * factor
+    return factor if word >= threshold else np.float32(0.0)
+
+
 @specialized
 def _draw(kind: int) -> Callable[..., None]:
     """Make the loop for one of the ops."""
-
-    @inlined
-    def number(word, threshold, factor):
-        if kind == UNIFORM:
-            return np.float32(np.int32(word >> np.uint64(8))) * factor
-        return factor if word >= threshold else np.float32(0.0)
 
     @exact
     def draw(words, factor, drawn, start, stop):
@@ -86,16 +87,16 @@ def _draw(kind: int) -> Callable[..., None]:
             inside, base = drawn[4 * whole - skip : 4 * rest - skip], first + np.uint64(whole)
             for block in range(inside.size // 4):
                 c0, c1, c2, c3 = _philox(base + np.uint64(block), low, high, key, tag)
-                inside[4 * block] = number(c0, threshold, factor)
-                inside[4 * block + 1] = number(c1, threshold, factor)
-                inside[4 * block + 2] = number(c2, threshold, factor)
-                inside[4 * block + 3] = number(c3, threshold, factor)
+                inside[4 * block] = _number(kind, c0, threshold, factor)
+                inside[4 * block + 1] = _number(kind, c1, threshold, factor)
+                inside[4 * block + 2] = _number(kind, c2, threshold, factor)
+                inside[4 * block + 3] = _number(kind, c3, threshold, factor)
         for block in range(start, stop):
             if block < whole or block >= rest:
                 four = _philox(first + np.uint64(block), low, high, key, tag)
                 for k in range(4):
                     at = 4 * block - skip + k
                     if 0 <= at < drawn.size:
-                        drawn[at] = number(four[k], threshold, factor)
+                        drawn[at] = _number(kind, four[k], threshold, factor)
 
     return draw

@@ -33,6 +33,7 @@ from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
 from graphc.ir.facts import Dim, dims, input_of
+from graphc.ir.ops.random import DROPOUT_MASK
 
 HEADS = "bhtd"
 """The axis order in which the op is defined."""
@@ -196,7 +197,7 @@ def drawn_mask(keep: ir.Value | None) -> ir.Node | None:
     node = keep.producer() if keep is not None else None
     while node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
         node = node.inputs[0].producer()
-    return node if node is not None and node.op_type == "DropoutMask" else None
+    return node if node is not None and node.op_type == DROPOUT_MASK else None
 
 
 def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value, saved: ir.Value, attributes: Mapping[str, Any]) -> Any:

@@ -22,7 +22,8 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, declare
 from graphc.ir.facts import shape_of_result
 
-RANDOM_OPS = frozenset({"DropoutMask", "Uniform"})
+DROPOUT_MASK = "DropoutMask"
+RANDOM_OPS = frozenset({DROPOUT_MASK, "Uniform"})
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -81,7 +82,7 @@ def dropout_scale(ratio: float) -> float:
 
 
 @declare(
-    "DropoutMask",
+    DROPOUT_MASK,
     inputs="shape seed step sample_offset",
     outputs="mask",
     attributes={"ratio": 0.5, "tag": REQUIRED, "dtype": int(ir.DataType.FLOAT)},
