@@ -22,7 +22,7 @@ from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError, UsageError
 from graphc.gradient import key_of
 from graphc.ir.declare import declaration_of
-from graphc.ir.facts import static_dims
+from graphc.ir.facts import dims, input_of, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.subgraphs import bodies
 from graphc.plan import node_costs
@@ -77,6 +77,9 @@ took up to 4 ms, a turn of the system's scheduler, on two cores.
 
 UNEVEN = ["MatMulScaleFusion"]
 """Graph optimisations whose results depend on where a segment ends; recomputed values must have the same bits."""
+
+TURNED = "MatmulTransposeFusion"
+"""A graph optimisation that makes wrong numbers of Aᵀ·x with a vector x (seen in 1.31); see :func:`_multiplies_a_vector`."""
 
 
 class OnnxRuntimeBackend(Backend):
@@ -287,6 +290,17 @@ def _is_worth_threads(model: onnx.ModelProto) -> bool:
     )
 
 
+def _multiplies_a_vector(model: onnx.ModelProto) -> bool:
+    """Whether a matrix that may be a transposed one is multiplied by a vector, or by what may be one."""
+    graph = ir.from_proto(model).graph
+    nodes = list(graph.all_nodes())
+    if not {"MatMul", "Transpose"} <= {node.op_type for node in nodes}:
+        return False
+    propagate(graph)
+    ranks = [dims(input_of(node, 1)) for node in nodes if node.op_type == "MatMul"]
+    return any(shape is None or len(shape) == 1 for shape in ranks)
+
+
 def _ops(model: onnx.ModelProto) -> str:
     return ", ".join(sorted({node.op_type for node in model.graph.node}))
 
@@ -311,7 +325,7 @@ def make_session(
             guarded(model).SerializeToString(),
             sess_options=options,
             providers=list(providers),
-            disabled_optimizers=UNEVEN,
+            disabled_optimizers=[*UNEVEN, TURNED] if _multiplies_a_vector(model) else UNEVEN,
             enable_fallback=False,
         )
     except Exception as error:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
 from graphc.frontends.torch_rnn import translations
 from graphc.ir.builder import Builder
+from graphc.ir.exporter_records import padding_row
 from graphc.ir.facts import FLOATS
 from graphc.ir.names import BATCHNORM, BUFFER, PARAMETER
 from graphc.ir.toposort import silent_reader
@@ -64,7 +65,7 @@ def export(
 
     A BatchNormalization that is in evaluation mode while the module trains stays in inference mode, as it does in PyTorch; one
     whose parameters have ``requires_grad=False`` normalises with the statistics of the batch all the same. What ONNX cannot say
-    is warned of: the row of ``padding_idx`` trains.
+    is warned of: where the older exporter is used, the row of ``padding_idx`` trains.
 
     Raises:
         MissingExtraError: PyTorch is not installed.
@@ -100,7 +101,7 @@ def export(
     else:
         raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
     _finish(model, module)
-    _warn(module)
+    _warn(module, {padding_row(node) for node in model.graph.all_nodes()})
     _rename(model.graph, model.graph.inputs, input_names or names)
     count = len(model.graph.outputs)
     _rename(
@@ -119,15 +120,19 @@ def _refuse_projections(module: torch.nn.Module) -> None:
             )
 
 
-def _warn(module: torch.nn.Module) -> None:
-    """Warns of parameters that train differently than in PyTorch."""
+def _warn(module: torch.nn.Module, recorded: Collection[int | None]) -> None:
+    """Warns of parameters that train differently than in PyTorch; ``recorded``: the rows for padding that the file tells."""
+    import torch
+
     for name, part in module.named_modules():
         if getattr(part, "running_mean", None) is not None and getattr(part, "momentum", 0) is None:
             warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=4)
-        row = getattr(part, "padding_idx", None)
-        if row is not None and part.weight.requires_grad:
+        row = part.padding_idx if isinstance(part, torch.nn.Embedding) else None
+        if row is not None and row not in recorded and part.weight.requires_grad:
             warnings.warn(
-                f"ONNX has no padding_idx: row {row} of '{name}.weight' trains here, which it does not in PyTorch", stacklevel=4
+                f"this file tells no padding_idx: row {row} of '{name}.weight' trains here, which it does not in PyTorch; the"
+                " exporter of torch.export programs records it",
+                stacklevel=4,
             )
 
 

@@ -13,6 +13,7 @@ import onnx_ir as ir
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
 _FOLDED = "pkg.onnxscript.optimizer.folded_from"
 _FX_NODE = "pkg.torch.onnx.fx_node"
+_PADDING = re.compile(r"torch\.ops\.aten\.embedding\.default\]\(args = \(%\w+, %\w+, (\d+)")
 _SPEC = re.compile(r": (PARAMETER|BUFFER|CONSTANT_TENSOR) target='([^']+)'")
 
 
@@ -35,3 +36,9 @@ def stands_for(node: ir.Node, operator: str) -> bool:
 def is_detached(node: ir.Node) -> bool:
     """Whether an ``Identity`` stands for PyTorch's ``detach``, through which no gradient goes."""
     return node.op_type == "Identity" and stands_for(node, "detach")
+
+
+def padding_row(node: ir.Node) -> int | None:
+    """The row of a table that an embedding reads for padding and does not train (``padding_idx``); None without one."""
+    found = _PADDING.search(node.metadata_props.get(_FX_NODE, "")) if node.op_type == "Gather" else None
+    return int(found[1]) if found is not None else None

@@ -32,6 +32,12 @@ def reshape(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     return op.reshape_like(dy, *operands(node, 1))
 
 
+@gradient("graphc::MaskGradient")
+def mask_gradient(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y = x;  ∂x = dy, and 0 where hidden"""
+    return op.Where(input_of(node, 1), op.scalar(0, dy), dy), None
+
+
 @gradient("Transpose")
 def transpose(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x with permuted axes;  ∂x = dy with the inverse permutation"""

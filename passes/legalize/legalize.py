@@ -20,7 +20,7 @@ from graphc.ir import DOMAIN, IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.control_flow import type_body_inputs
 from graphc.ir.declare import declaration_of
-from graphc.ir.exporter_records import is_detached
+from graphc.ir.exporter_records import is_detached, padding_row
 from graphc.ir.facts import describe, dims, input_of
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.infer import apply, fold
@@ -169,6 +169,11 @@ def _replacement(op: Builder, node: ir.Node, version: int, annotations: Annotati
         return decided_branch(op, node, annotations.rank)
     if is_detached(node):
         return [op.graphc.StopGradient(input_of(node))]
+    padding = padding_row(node)
+    if padding is not None:
+        rows, ids = (input_of(node, k) for k in range(2))
+        hidden = op.Equal(ids, op.const(padding, ids.dtype))
+        return [op.graphc.MaskGradient(op.Gather(rows, ids, axis=0), op.Unsqueeze(hidden, [-1]))]
     if node.domain != DOMAIN and declaration_of(node) is not None:
         return None  # the declaration of an op decides its type
     if node.domain == "com.microsoft" or node.op_type == "SimplifiedLayerNormalization":

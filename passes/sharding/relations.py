@@ -332,6 +332,7 @@ RELATIONS: dict[str, Relation] = {
     "Resize": relate_resize,
     "graphc::RunningAverage": _elementwise,
     "graphc::StopGradient": _elementwise,
+    "graphc::MaskGradient": _elementwise,
     "graphc::AllReduce": _all_reduce,
     **dict.fromkeys(("Conv", "ConvTranspose"), relate_convolution),
     **dict.fromkeys(CHANNEL_NORMS, relate_channel_norm),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 import graphc
+from graphc import frontends
 from graphc.bench.models import build
 from graphc.bench.specs import SPECS
 
@@ -102,15 +106,40 @@ def test_what_a_module_detaches_gets_no_gradient() -> None:
             assert trainer.step({"x": x.numpy(), "label": y.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
+class Words(torch.nn.Module):
+    """Words whose padding has a row that does not train; the table is tied to the scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(6, 3, padding_idx=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.words(x)).mean(1) @ self.words.weight.T
+
+
+def test_the_row_for_padding_trains_as_in_pytorch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, x = Words(), torch.tensor([[1, 2, 0], [2, 2, 5], [3, 4, 2]])
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        frontends.save(frontends.export(module, x), str(tmp_path / "words.onnx"))
+    program = graphc.compile(
+        tmp_path / "words.onnx", loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.5)
+    )
+    label = torch.tensor([1, 0, 4])
+    reference = torch.optim.SGD(module.parameters(), lr=0.5)
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(4):
+            loss = torch.nn.functional.cross_entropy(module(x), label)
+            reference.zero_grad()
+            loss.backward()
+            reference.step()
+            assert trainer.step({"x": x.numpy(), "label": label.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        np.testing.assert_allclose(
+            trainer.trained_values()["words.weight"], module.words.weight.detach().numpy(), rtol=1e-6, atol=1e-7
+        )
+
+
 @pytest.mark.full
 def test_what_would_train_otherwise_than_in_pytorch_is_warned_of() -> None:
-    class Words(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = torch.nn.Embedding(5, 3, padding_idx=0)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.words(x)
-
-    with pytest.warns(UserWarning, match="row 0 of 'words.weight' trains"):
-        graphc.frontends.export(Words(), torch.tensor([1, 2]))
+    with pytest.warns(UserWarning, match=r"row 2 of 'words.weight' trains"):
+        frontends.export(Words(), torch.tensor([[1, 2]]), exporter="torchscript")
