@@ -78,9 +78,6 @@ took up to 4 ms, a turn of the system's scheduler, on two cores.
 UNEVEN = ["MatMulScaleFusion"]
 """Graph optimisations whose results depend on where a segment ends; recomputed values must have the same bits."""
 
-TURNED = "MatmulTransposeFusion"
-"""A graph optimisation that makes wrong numbers of Aᵀ·x with a vector x (seen in 1.31); see :func:`_multiplies_a_vector`."""
-
 
 class OnnxRuntimeBackend(Backend):
     """onnxruntime's CPU provider plus native kernels.
@@ -290,15 +287,31 @@ def _is_worth_threads(model: onnx.ModelProto) -> bool:
     )
 
 
-def _multiplies_a_vector(model: onnx.ModelProto) -> bool:
-    """Whether a matrix that may be a transposed one is multiplied by a vector, or by what may be one."""
+def _mistaken(model: onnx.ModelProto) -> list[str]:
+    """The graph optimisations that misread this segment (all seen in 1.31).
+
+    ``MatmulTransposeFusion`` computes another product for Aᵀ·x with a vector x. The two ``TransposeOptimizer`` take what a Pad,
+    a Resize or a CenterCropPad says of some ``axes`` for numbers of all axes.
+    """
     graph = ir.from_proto(model).graph
     nodes = list(graph.all_nodes())
-    if not {"MatMul", "Transpose"} <= {node.op_type for node in nodes}:
-        return False
-    propagate(graph)
-    ranks = [dims(input_of(node, 1)) for node in nodes if node.op_type == "MatMul"]
-    return any(shape is None or len(shape) == 1 for shape in ranks)
+    kinds = {node.op_type for node in nodes}
+    found = []
+    if {"MatMul", "Transpose"} <= kinds:
+        propagate(graph)
+        ranks = [dims(input_of(node, 1)) for node in nodes if node.op_type == "MatMul"]
+        if any(shape is None or len(shape) == 1 for shape in ranks):
+            found.append("MatmulTransposeFusion")
+    if "Transpose" in kinds and any("axes" in n.attributes if n.op_type in _OF_AXES else _is_padding_of_axes(n) for n in nodes):
+        found += ["TransposeOptimizer", *(f"TransposeOptimizer_{name}" for name in ort.get_available_providers())]
+    return found
+
+
+_OF_AXES = ("Resize", "CenterCropPad")
+
+
+def _is_padding_of_axes(node: ir.Node) -> bool:
+    return node.op_type == "Pad" and len(node.inputs) > 3 and node.inputs[3] is not None
 
 
 def _ops(model: onnx.ModelProto) -> str:
@@ -325,7 +338,7 @@ def make_session(
             guarded(model).SerializeToString(),
             sess_options=options,
             providers=list(providers),
-            disabled_optimizers=[*UNEVEN, TURNED] if _multiplies_a_vector(model) else UNEVEN,
+            disabled_optimizers=[*UNEVEN, *_mistaken(model)],
             enable_fallback=False,
         )
     except Exception as error:
