@@ -130,10 +130,11 @@ class Linear:
         return 1, self, Linear()
 
     def _split(self, by: int) -> tuple[Linear, Linear]:
-        """(q, r) with self = by · q + r; r holds the terms that ``by`` does not divide."""
+        """(q, r) with self = by · q + r and r not negative; r holds the terms that ``by`` does not divide."""
         whole = tuple((t, c // by) for t, c in self.terms if c % by == 0)
         rest = tuple((t, c) for t, c in self.terms if c % by)
-        shift = self.constant // by
+        # terms of reversed axes are negative, and C rounds the quotient of a negative number up
+        shift = (self.constant + Linear(rest).bounds()[0]) // by
         return Linear(whole, shift), Linear(rest, self.constant - shift * by)
 
     def variables(self) -> Iterator[tuple[Variable, int]]:

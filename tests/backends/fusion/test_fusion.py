@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import shutil
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 
@@ -39,6 +41,42 @@ def test_reshapes_and_transposes_compose_to_the_elements_numpy_finds(shape: list
         array = array.reshape(view).T.reshape(-1)
     text = offset.text(names).replace("/", "//")
     assert [eval(text, {"i": i}) for i in range(size)] == array.tolist()
+
+
+class Int(int):
+    """An integer whose quotients and remainders round as C's do."""
+
+    def __add__(self, other: int) -> Int:
+        return Int(int(self) + other)
+
+    def __mul__(self, other: int) -> Int:
+        return Int(int(self) * other)
+
+    def __truediv__(self, other: int) -> Int:
+        return Int(math.trunc(Fraction(int(self), other)))
+
+    def __mod__(self, other: int) -> Int:
+        return Int(int(self) - other * math.trunc(Fraction(int(self), other)))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+@given(
+    st.lists(st.tuples(st.integers(2, 5), st.integers(-24, 24)), min_size=1, max_size=3), st.integers(0, 30), st.integers(2, 24)
+)
+@settings(max_examples=200, deadline=None)
+def test_reversed_axes_are_divided_as_numpy_divides(axes: list[tuple[int, int]], above: int, by: int) -> None:
+    """Forms that are never negative, but hold terms that are."""
+    variables = [Variable(f"v{k}", size) for k, (size, _) in enumerate(axes)]
+    form = Linear.of(above - sum(min(0, step * (size - 1)) for size, step in axes))
+    for variable, (_, step) in zip(variables, axes, strict=True):
+        form = form + Linear.of(variable) * step
+    names = {v: v.name for v in variables}
+    for at in product(*(range(v.size) for v in variables)):
+        values = {v.name: Int(k) for v, k in zip(variables, at, strict=True)}
+        whole = eval(form.text(names), values)
+        assert eval((form // by).text(names), values) == whole // by
+        assert eval((form % by).text(names), values) == int(whole) % by
 
 
 def test_a_split_and_its_inverse_cancel() -> None:
