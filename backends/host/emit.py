@@ -330,8 +330,7 @@ def _in_order(again: Any, size: int) -> None:
     """
     lanes, count = (8, 4) if size >= 64 else (8, 1) if size >= 8 else (1, 1)
     module = again.module
-    settings = [("vectorize.enable", ll.Constant(I1, lanes > 1))] if lanes > 1 else []
-    settings += [("vectorize.width", ll.Constant(I32, lanes)), ("interleave.count", ll.Constant(I32, count))]
+    settings = [("vectorize.width", ll.Constant(I32, lanes)), ("interleave.count", ll.Constant(I32, count))]
     loop = module.add_metadata([f"loop {len(module.metadata)}"])
     loop.operands = (loop, *(module.add_metadata([f"llvm.loop.{name}", value]) for name, value in settings))
     again.set_metadata("llvm.loop", loop)
