@@ -41,6 +41,9 @@ _OPSET = 20
 
 _STATISTICS = ("running_mean", "running_var")
 
+_CHANGED = "graphc.changed"
+"""Key in ``model.meta``: names of the buffers that a step of PyTorch's changes."""
+
 
 def export(
     module: torch.nn.Module,
@@ -101,7 +104,7 @@ def export(
     else:
         raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
     _finish(model, module)
-    _warn(module, {padding_row(node) for node in model.graph.all_nodes()})
+    _warn(module, {padding_row(node) for node in model.graph.all_nodes()}, model.meta.get(_CHANGED, ()))
     _rename(model.graph, model.graph.inputs, input_names or names)
     count = len(model.graph.outputs)
     _rename(
@@ -120,10 +123,18 @@ def _refuse_projections(module: torch.nn.Module) -> None:
             )
 
 
-def _warn(module: torch.nn.Module, recorded: Collection[int | None]) -> None:
-    """Warns of parameters that train differently than in PyTorch; ``recorded``: the rows for padding that the file tells."""
+def _warn(module: torch.nn.Module, recorded: Collection[int | None], changed: Sequence[str]) -> None:
+    """Warns of what trains differently than in PyTorch.
+
+    Args:
+        recorded: the rows for padding that the file tells.
+        changed: buffers other than running statistics that a step of PyTorch's changes.
+    """
     import torch
 
+    if changed:
+        names = ", ".join(map(repr, changed))
+        warnings.warn(f"PyTorch changes {names} with every step of training; here each stays as it is now", stacklevel=4)
     for name, part in module.named_modules():
         if getattr(part, "running_mean", None) is not None and getattr(part, "momentum", 0) is None:
             warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=4)
@@ -228,6 +239,9 @@ def _with_dynamo(
     except Exception:  # the exporter of ONNX has other ways to capture a module
         program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
     model: ir.Model = program.model
+    signature = getattr(program.exported_program, "graph_signature", None)
+    changed = signature.buffers_to_mutate.values() if signature is not None else ()
+    model.meta[_CHANGED] = [name for name in changed if not name.endswith((*_STATISTICS, "num_batches_tracked"))]
     drop_biases_of_volumes(model.graph)
     return model
 
