@@ -20,6 +20,7 @@ import onnx
 from graphc.gradient import GRADIENTS, key_of
 from graphc.ir import DOMAIN
 from graphc.ir.declare import OPS
+from graphc.ir.evaluate import NOT_DETERMINED
 
 DOMAINS = ("", "ai.onnx.preview", "ai.onnx.preview.training")
 
@@ -174,6 +175,8 @@ def _on_gpu(key: str) -> str:
     from graphc.backend import BACKENDS, COVERAGE
 
     BACKENDS.load()
+    if key in NOT_DETERMINED:
+        return "decomposed"  # by the pass 'draws'
     return COVERAGE["cupy"](key) if "cupy" in COVERAGE else ""
 
 

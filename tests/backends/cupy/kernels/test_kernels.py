@@ -21,13 +21,17 @@ import onnx_ir as ir
 import pytest
 
 import graphc
-from graphc.backend import BACKENDS, COVERAGE, PLANNERS
+from graphc import pipeline
+from graphc.backend import BACKENDS, COVERAGE, PLANNERS, make_backend
 from graphc.backends.cupy.kernels import sorting
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import Control, KernelCall, NodeCall
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.ops.random import dropout_scale, dropout_threshold, philox_words
+from graphc.plan.partition import make_plan
+from graphc.runtime.executor import Executor
+from graphc.runtime.state import State
 from graphc.training.inference import run_model
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, cupy_on, run_segment
 
@@ -397,8 +401,13 @@ def test_nodes_on_the_host_are_reported_in_one_line(
     register_backend: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     register_backend("cupy", lambda **_: cupy_on(HostDevice()))
+    model = ir.from_proto(onnx.parser.parse_model(NOISE))
+    pipeline.run(model, "legalize,simplify")  # without the pass 'draws', which leaves nothing to the host
+    engine = make_backend("cupy", threads=1)
     with caplog.at_level(logging.WARNING, "graphc.cupy"):
-        run_model(onnx.parser.parse_model(NOISE), {"x": np.zeros((4, 8), np.float32)}, "cupy")
+        plan = make_plan(model, {"x": (4, 8)}, engine)
+        Executor(plan, State(model, memory=engine.memory), engine).run({"x": np.zeros((4, 8), np.float32)})
+    engine.close()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "graphc.cupy"]
     assert "RandomNormalLike" in line
     assert "0.000 MB" in line  # 256 bytes
