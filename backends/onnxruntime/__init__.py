@@ -302,16 +302,15 @@ def _mistaken(model: onnx.ModelProto) -> list[str]:
         ranks = [dims(input_of(node, 1)) for node in nodes if node.op_type == "MatMul"]
         if any(shape is None or len(shape) == 1 for shape in ranks):
             found.append("MatmulTransposeFusion")
-    if "Transpose" in kinds and any("axes" in n.attributes if n.op_type in _OF_AXES else _is_padding_of_axes(n) for n in nodes):
+    if "Transpose" in kinds and any(map(_names_axes, nodes)):
         found += ["TransposeOptimizer", *(f"TransposeOptimizer_{name}" for name in ort.get_available_providers())]
     return found
 
 
-_OF_AXES = ("Resize", "CenterCropPad")
-
-
-def _is_padding_of_axes(node: ir.Node) -> bool:
-    return node.op_type == "Pad" and len(node.inputs) > 3 and node.inputs[3] is not None
+def _names_axes(node: ir.Node) -> bool:
+    if node.op_type == "Pad":
+        return len(node.inputs) > 3 and node.inputs[3] is not None
+    return node.op_type in ("Resize", "CenterCropPad") and "axes" in node.attributes
 
 
 def _ops(model: onnx.ModelProto) -> str:

@@ -62,15 +62,30 @@ def test_a_batch_normalisation_behaves_as_the_module_says(how: str) -> None:
     (name,) = (v.name for v in program.model.graph.inputs if v.name != "label")
     reference = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     with graphc.Trainer(program, threads=1) as trainer:
-        for _ in range(3):
-            loss = torch.nn.functional.cross_entropy(module(x), y)
-            reference.zero_grad()
-            loss.backward()
-            reference.step()
-            assert trainer.step({name: x.numpy(), "label": y.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        follows(trainer, name, module, reference, (x, y), steps=3, rel=1e-5)
         found = trainer.trained_values()
     for key, value in [*module.named_parameters(), ("1.running_mean", module[1].running_mean)]:
         np.testing.assert_allclose(found[key], value.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def follows(
+    trainer: graphc.Trainer,
+    name: str,
+    module: torch.nn.Module,
+    reference: torch.optim.Optimizer,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    *,
+    steps: int,
+    rel: float,
+) -> None:
+    """Train both on one batch; every loss is PyTorch's."""
+    x, y = batch
+    for _ in range(steps):
+        loss = torch.nn.functional.cross_entropy(module(x), y)
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+        assert trainer.step({name: x.numpy(), "label": y.numpy()})["loss"] == pytest.approx(loss.item(), rel=rel)
 
 
 class Quantized(torch.nn.Module):
@@ -98,12 +113,7 @@ def test_what_a_module_detaches_gets_no_gradient() -> None:
     )
     reference = torch.optim.SGD(module.parameters(), lr=0.5)
     with graphc.Trainer(program, threads=1) as trainer:
-        for _ in range(5):
-            loss = torch.nn.functional.cross_entropy(module(x), y)
-            reference.zero_grad()
-            loss.backward()
-            reference.step()
-            assert trainer.step({"x": x.numpy(), "label": y.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        follows(trainer, "x", module, reference, (x, y), steps=5, rel=1e-5)
 
 
 class Words(torch.nn.Module):
@@ -128,12 +138,7 @@ def test_the_row_for_padding_trains_as_in_pytorch(tmp_path: Path) -> None:
     label = torch.tensor([1, 0, 4])
     reference = torch.optim.SGD(module.parameters(), lr=0.5)
     with graphc.Trainer(program, threads=1) as trainer:
-        for _ in range(4):
-            loss = torch.nn.functional.cross_entropy(module(x), label)
-            reference.zero_grad()
-            loss.backward()
-            reference.step()
-            assert trainer.step({"x": x.numpy(), "label": label.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        follows(trainer, "x", module, reference, (x, label), steps=4, rel=1e-6)
         np.testing.assert_allclose(
             trainer.trained_values()["words.weight"], module.words.weight.detach().numpy(), rtol=1e-6, atol=1e-7
         )

@@ -75,7 +75,7 @@ def test_evaluation_and_a_single_run_draw_too(op: str) -> None:
 
 
 def sample(node: str, rows: int = 4000) -> Any:
-    """What a node draws, read from the step's forward pass in the program of a model that returns it."""
+    """What a node draws in one run, of five classes with the logarithms of their probabilities as input."""
     text = f"""<ir_version: 10, opset_import: ["" : 17]>
     main (float[N,5] x) => (float[N,5] y) {{ {node} }}"""
     x = np.tile(np.log(np.array([0.1, 0.2, 0.3, 0.15, 0.25], np.float32)), (rows, 1))
