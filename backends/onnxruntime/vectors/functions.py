@@ -26,7 +26,7 @@ WIDE_PANEL = 4 * LANES if LANES == 16 else PANEL
 GFLOP/s for 16 rows of 256 by 1024 in one thread whose peak is 150: 146, and 117 to 126 with panels of two vectors.
 """
 
-I64, I32, F32, POINTER = ll.IntType(64), ll.IntType(32), ll.FloatType(), ll.PointerType()
+I64, I32, BOOL, F32, POINTER = ll.IntType(64), ll.IntType(32), ll.IntType(1), ll.FloatType(), ll.PointerType()
 _ROUNDING = 12582912.0  # 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits
 
 
@@ -150,12 +150,13 @@ def tile_function(rows: int, columns: int = PANEL, *, adds: bool = False) -> Any
     return Deferred(_INTRINSICS, "tile_function", rows, columns // LANES, adds)
 
 
-def two_sided_function(matrix: Sequence[Sequence[float]]) -> Any:
+def two_sided_function(matrix: Sequence[Sequence[float]], rounding: float = 0.0, small: float = 0.0) -> Any:
     """A function ``f(x, x_row, x_column, y, y_row, y_column)`` for compiled code: y = matrix · x · matrixᵀ, in every lane.
 
-    x and y are small matrices of vectors; ``_row`` and ``_column`` are the bytes from one row and column to the next.
+    x and y are small matrices of vectors; ``_row`` and ``_column`` are the bytes from one row and column to the next. What is
+    below ``rounding`` times the largest of x in its lane becomes 0; f returns whether anything else is below ``small`` times it.
     """
-    return Deferred(_INTRINSICS, "two_sided_function", matrix)
+    return Deferred(_INTRINSICS, "two_sided_function", matrix, rounding, max(rounding, small))
 
 
 transpose_square = Deferred(_INTRINSICS, "transpose_square")

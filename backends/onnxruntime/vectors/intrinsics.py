@@ -13,7 +13,7 @@ from llvmlite import ir as ll
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from graphc.backends.onnxruntime.vectors.functions import F32, I32, I64, LANES, POINTER, Vector, call
+from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, I32, I64, LANES, POINTER, Vector, call
 
 
 def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
@@ -103,7 +103,7 @@ def tile_function(rows: int, vectors: int, adds: bool) -> Any:
     return run
 
 
-def two_sided_function(matrix: Sequence[Sequence[float]]) -> Any:
+def two_sided_function(matrix: Sequence[Sequence[float]], rounding: float, small: float) -> Any:
     """See :func:`.functions.two_sided_function`."""
     height, width = len(matrix), len(matrix[0])
 
@@ -130,17 +130,32 @@ def two_sided_function(matrix: Sequence[Sequence[float]]) -> Any:
                         total = builder.fneg(term) if total is None else builder.fsub(total, term)
                 return total
 
+            def same(number: float) -> Any:
+                return ll.Constant(kind, [ll.Constant(F32, number)] * LANES)
+
             half: list[list[Any]] = [[] for _ in range(height)]
+            largest, some = None, ll.Constant(ll.VectorType(BOOL, LANES), [BOOL(0)] * LANES)
             for j in range(width):
                 column = [builder.load(place(x, x_row, i, x_column, j), typ=kind, align=4) for i in range(width)]
                 for i in range(height):
                     half[i].append(combined(matrix[i], column))
+                for value in column if rounding else ():
+                    size = call(builder, "fabs", kind, value)
+                    above = builder.fcmp_ordered(">", largest, size) if largest is not None else None
+                    largest = size if above is None else builder.select(above, largest, size)
             for i in range(height):
                 for j in range(height):
-                    builder.store(combined(matrix[j], half[i]), place(y, y_row, i, y_column, j), align=4)
-            return context.get_dummy_value()
+                    value = combined(matrix[j], half[i])
+                    if rounding:
+                        size = call(builder, "fabs", kind, value)
+                        below = builder.fcmp_ordered("<", size, builder.fmul(largest, same(rounding)))
+                        few = builder.fcmp_ordered("<", size, builder.fmul(largest, same(small)))
+                        value, some = builder.select(below, same(0.0), value), builder.or_(some, builder.xor(few, below))
+                    builder.store(value, place(y, y_row, i, y_column, j), align=4)
+            lanes = ll.IntType(LANES)
+            return builder.icmp_unsigned("!=", builder.bitcast(some, lanes), lanes(0))
 
-        return types.void(x, x_row, x_column, y, y_row, y_column), emit
+        return types.boolean(x, x_row, x_column, y, y_row, y_column), emit
 
     return run
 

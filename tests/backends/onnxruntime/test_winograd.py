@@ -117,3 +117,24 @@ def test_a_gradient_without_a_summand_is_zero_and_no_rounding(pool: ThreadPool) 
     )
     assert (dw[:, :64, 0] == 0).all()
     assert (dw[:, :64, 1:] != 0).all()
+
+
+@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+def test_gradients_of_few_summands_keep_their_bits(pool: ThreadPool) -> None:
+    """As a ReLU and a pooling leave them: each gradient has few summands, many have none."""
+    generator = np.random.default_rng(0)
+    x, dy = (generator.standard_normal((8, 128, 8, 8)).astype(np.float32) for _ in "xy")
+    x *= generator.random(x.shape) < 0.1
+    dy *= generator.random(dy.shape) < 0.02
+    want = torch.nn.grad.conv2d_weight(torch.tensor(x).double(), (128, 128, 3, 3), torch.tensor(dy).double(), padding=1).numpy()
+    attributes = {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1]}
+    assert winograd.is_faster("weight", Window.of(attributes, x.shape[2:]), x.shape, dy.shape)
+    (dw,) = native(
+        "graphc::ConvGradWeight", [x, dy, np.array(want.shape)], attributes, pool, [np.zeros(want.shape, np.float32)], (2,)
+    )
+    none = want == 0
+    assert none.sum() > 10_000
+    assert (dw[none] == 0).all()
+    small = ~none & (np.abs(want) > 1e-4)
+    np.testing.assert_allclose(dw[small], want[small], rtol=5e-3)
+    assert (np.sign(dw[small]) == np.sign(want[small])).all()
