@@ -109,16 +109,17 @@ class Found:
         whole: dict[tuple[ir.Value, str], ir.Value] = {}
         operands = []
         for view in views:
-            key = view.value, view.pattern
+            key, order = (view.value, view.pattern), _rows("".join(view.axes))
             if key not in whole:
-                whole[key] = view.emit(op)
-            operands.append((whole[key], "".join(view.axes)))
+                whole[key] = _permuted(op, view.emit(op), order)
+            operands.append((whole[key], "".join("".join(view.axes)[k] for k in order)))
         if saves == "auto":
             size, length = views[0].sizes.get("d", 1), views[1].sizes.get("t", 1)
             short = isinstance(size, int) and isinstance(length, int) and length <= _LONG * size
             saves = "probabilities" if short else "logsumexp"
         y_axes = "".join(self.y.axes)
-        layout = ",".join(axes for _, axes in operands) + "->" + y_axes
+        order = _rows(y_axes)
+        layout = ",".join(axes for _, axes in operands) + "->" + "".join(y_axes[k] for k in order)
         y, _ = op.graphc.ScaledDotProductAttention(
             *(value for value, _ in operands),
             self._mask(op),
@@ -128,7 +129,7 @@ class Found:
             layout=layout,
             saves=saves,
         )
-        replace(graph, op, self.y.value, self.y.reshaped(op, y))
+        replace(graph, op, self.y.value, self.y.reshaped(op, _permuted(op, y, [order.index(k) for k in range(len(order))])))
 
     def _unpacked_or_packed(self) -> list[View]:
         """The operands, as one packed tensor if they are all of its parts."""
@@ -157,6 +158,15 @@ class Found:
         for value in seen:
             total = op.Where(value, total, op.scalar(-math.inf, total))
         return total
+
+
+def _rows(axes: str) -> list[int]:
+    """The axes with d last: kernels read and write the elements of a head as a row."""
+    return sorted(range(len(axes)), key=lambda k: axes[k] == "d")
+
+
+def _permuted(op: Builder, value: ir.Value, order: list[int]) -> ir.Value:
+    return value if order == sorted(order) else op.Transpose(value, perm=order)  # type: ignore[no-any-return]
 
 
 class _Search:

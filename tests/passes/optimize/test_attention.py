@@ -35,6 +35,7 @@ class Forms(nn.Module):
         self.packed = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(4))
         self.single = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.narrow = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.mix = nn.Conv1d(WIDTH, 3, 1)
         self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH))
         self.register_buffer("past", torch.tril(torch.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH))
 
@@ -65,7 +66,10 @@ class Forms(nn.Module):
         q = self.narrow[0](x).view(batch, length, 2 * HEADS, SIZE).transpose(1, 2)
         k, v = (layer(x).view(shape).transpose(1, 2) for layer in self.narrow[1:])
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.3)
-        return x.square().mean() + y.square().mean()
+        # Images: elements of a head are channels, in front of the positions.
+        q, k, v = (layer(x).transpose(1, 2).reshape(batch, HEADS, SIZE, length) for layer in self.single)
+        z = F.scaled_dot_product_attention(*(w.transpose(2, 3) for w in (q, k, v))).transpose(2, 3).reshape(batch, WIDTH, length)
+        return x.square().mean() + y.square().mean() + (self.mix(z) ** 3).mean()
 
 
 FORMS = [
@@ -75,8 +79,9 @@ FORMS = [
     ("bt0hd,bt1hd,bt2hd->bthd", 0, False),
     ("bt0hd,bt1hd,bt2hd->bthd", 0, True),
     ("bthd,bthd,bthd->bhtd", 1, False),
+    ("bthd,bthd,bthd->bhtd", 0, False),
 ]
-"""Layout, causal, masked."""
+"""Layout, causal, masked; d is last, for kernels read the elements of a head as a row."""
 
 
 class Layers(nn.Module):
