@@ -162,6 +162,12 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
         elif loops.vector > 1:
             outer, (inner, size) = loops.rows[:-1], loops.rows[-1]
             blocks = -(-size // loops.vector)
+            if blocks == 1:  # a pass of known size becomes vectors without a loop
+                decode(unit, outer)
+                emitter.define(inner, number(0))
+                emitter.lanes = number(size)
+                emitter.run(body)
+                return
             place = build.srem(unit, number(blocks))
             decode(build.sdiv(unit, number(blocks)), outer)
             emitter.define(inner, build.mul(place, number(loops.vector)))
