@@ -208,8 +208,14 @@ def _training(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporters' warnings about their own options and missing packages."""
-    with silent_reader("torch.onnx"), warnings.catch_warnings(action="ignore"), contextlib.redirect_stdout(io.StringIO()):
+    """Silence the exporters: they warn of their own options and missing packages, and print a whole graph where one fails."""
+    unread = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        for name in ("torch.onnx", "torch.fx.experimental.symbolic_shapes"):
+            stack.enter_context(silent_reader(name))
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(contextlib.redirect_stdout(unread))
+        stack.enter_context(contextlib.redirect_stderr(unread))
         yield
 
 
