@@ -25,7 +25,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.evaluate import evaluate
 from graphc.ir.facts import constant, describe, describe_value, dims, input_of, is_float, rank
 from graphc.passes.optimize.attention_dropout import drawn_again, dropout_mask, dropping
-from graphc.passes.optimize.axis_order import View, follow_result, only_user, scaling, source_of
+from graphc.passes.optimize.axis_order import RESHAPES, View, follow_result, only_user, scaling, source_of
 from graphc.passes.optimize.identities import filled
 from graphc.passes.optimize.simplify import dead_code_elimination, replace, simplify_graph
 from graphc.pipeline import Context, graph_pass
@@ -251,7 +251,7 @@ class _Search:
                 return None
             if node.op_type == "MatMul":
                 return _operands(node, view)
-            step = self._scaling(node) or self._masking(node, view)
+            step = self._scaling(node) or self._masking(node, view) or self._window_masking(node, view)
             if step is not None:
                 view = view.of(step)
                 continue
@@ -297,6 +297,29 @@ class _Search:
                 else:
                     self.seen.append((aligned, inverted))
                 return x
+        return None
+
+    def _window_masking(self, node: ir.Node, view: View) -> ir.Value | None:
+        """The scores before each window of an image gets a mask of its own: Reshape → Add (1, windows, …) → Reshape.
+
+        Source: Z. Liu et al., Swin Transformer, 2021, whose windows are samples of a batch, in this order.
+        """
+        parted = input_of(node, 0).producer() if node.op_type in RESHAPES else None
+        if self.scaled or parted is None or parted.op_type != "Add" or parted.domain or only_user(parted.outputs[0]) is None:
+            return None
+        for wide, mask in (parted.inputs, reversed(parted.inputs)):
+            found, own = dims(wide) if wide is not None else None, dims(mask) if mask is not None else None
+            before = wide.producer() if wide is not None else None
+            if wide is None or mask is None or found is None or own is None or before is None or before.op_type not in RESHAPES:
+                continue
+            scores = input_of(before, 0)
+            fits = len(found) == len(own) == 5 and own[0] == 1 and found[2:] == (dims(scores) or ())[1:] and own[3:] == found[3:]
+            if not fits or only_user(wide) is None or dims(scores) != dims(view.value) or view.axes != list("bhts"):
+                continue
+            op = Builder(node.graph, before=node, scope=f"{node.name}/mask")  # type: ignore[arg-type]
+            every = op.Expand(mask, op.Concat(op.Shape(wide, start=0, end=2), [1, 1, 1], axis=0))
+            self._remember_addition(op.Reshape(every, op.Concat([-1], op.Shape(mask, start=2), axis=0)))
+            return scores
         return None
 
     def _asked(self, mask: ir.Value, how: str, test: Callable[[np.ndarray | None], bool]) -> bool:

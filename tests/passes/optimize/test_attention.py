@@ -36,6 +36,7 @@ class Forms(nn.Module):
         self.single = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.narrow = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
         self.mix = nn.Conv1d(WIDTH, 3, 1)
+        self.register_buffer("windows", torch.tensor([[[0.0, 0], [0, 0]], [[0, -100], [-100, 0]], [[0, 0.5], [-100, 0]]]))
         self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH))
         self.register_buffer("past", torch.tril(torch.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH))
 
@@ -66,6 +67,11 @@ class Forms(nn.Module):
         q = self.narrow[0](x).view(batch, length, 2 * HEADS, SIZE).transpose(1, 2)
         k, v = (layer(x).view(shape).transpose(1, 2) for layer in self.narrow[1:])
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=0.3)
+        # Windows of an image, as samples of the batch: each has a mask of its own, beside a bias that trains.
+        q, k, v = self.packed[0](x).reshape(3 * batch, 2, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q * SIZE**-0.5) @ k.transpose(-2, -1) + self.bias[None, :, :2, :2]
+        scores = (scores.view(batch, 3, HEADS, 2, 2) + self.windows[None, :, None]).view(-1, HEADS, 2, 2)
+        x = x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
         # Images: elements of a head are channels, in front of the positions.
         q, k, v = (layer(x).transpose(1, 2).reshape(batch, HEADS, SIZE, length) for layer in self.single)
         z = F.scaled_dot_product_attention(*(w.transpose(2, 3) for w in (q, k, v))).transpose(2, 3).reshape(batch, WIDTH, length)
@@ -79,6 +85,7 @@ FORMS = [
     ("bt0hd,bt1hd,bt2hd->bthd", 0, False),
     ("bt0hd,bt1hd,bt2hd->bthd", 0, True),
     ("bthd,bthd,bthd->bhtd", 1, False),
+    ("bt0hd,bt1hd,bt2hd->bthd", 0, True),
     ("bthd,bthd,bthd->bhtd", 0, False),
 ]
 """Layout, causal, masked; d is last, for kernels read the elements of a head as a row."""
