@@ -102,7 +102,13 @@ def export(
                 f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
             )
     else:
-        raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
+        hint = (
+            "\nif an op depends on the batch, as a convolution with a group for each sample does, export it for batches of "
+            f"{len(tensors[0])} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"
+        )
+        raise ModelError(
+            f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures) + (hint if batched else "")
+        )
     _finish(model, module)
     _warn(module, {padding_row(node) for node in model.graph.all_nodes()}, model.meta.get(_CHANGED, ()))
     _rename(model.graph, model.graph.inputs, input_names or names)
