@@ -57,6 +57,11 @@ def max_pool_grad(k: Binding) -> Run:
     (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
     window = Window.of(k.attributes, x.shape[2:])
     assert window.begin is not None
+    if _lie_apart(window, x.shape[2:], y.shape[2:]):
+        deep = [array.reshape(-1, *[1] * (5 - array.ndim), *array.shape[2:]) for array in (dy, x, y, dx)]
+        parts = max(1, min(k.pool.threads, len(deep[0]), y.size // 1024))
+        found = np.zeros((parts, y.shape[-1]), dtype=np.int32)
+        return k.pool.bind(_grad_of_windows_apart(*[1] * (5 - x.ndim), *window.kernel), (*deep, found), parts)
     if x.ndim == 5:
         numbers = np.array([window.kernel, window.strides, window.dilations, window.begin], dtype=np.int64)
         volumes = [array.reshape(-1, *array.shape[2:]) for array in (dy, x, y, dx)]
@@ -74,6 +79,57 @@ def max_pool_grad(k: Binding) -> Run:
     arguments = (_planes(dy), images, *flat, _planes(y), *begin, found)
     pool, loop = k.pool, _max_pool_grad(*taps, *strides, *dilations)
     return pool.bind(loop, arguments, parts)
+
+
+def _lie_apart(window: Window, size: Sequence[int], out: Sequence[int]) -> bool:
+    """Whether no two windows share an element, none reaches over the edge of x, and vectors pay: rows are long, taps few."""
+    inside = all(taps * count <= length for taps, count, length in zip(window.kernel, out, size, strict=True))
+    pays = len(size) == 3 or (out[-1] >= 16 and window.kernel[-1] <= 2)
+    alone = window.strides == window.kernel and {*window.dilations} == {1} and {*(window.begin or ())} == {0}
+    return alone and inside and pays
+
+
+@specialized
+def _grad_of_windows_apart(taps_d: int, taps_h: int, taps_w: int) -> Callable[..., None]:
+    """Make the loop for windows that lie apart: each element of dx is dy of its window or 0, so that rows are vectors."""
+
+    @exact
+    def max_pool_grad(dy, x, y, dx, found, start, stop):
+        parts, planes, (depth, height, width) = found.shape[0], x.shape[0], x.shape[1:]
+        layers, rows, columns = y.shape[1], y.shape[2], y.shape[3]
+        whole = layers * taps_d == depth and rows * taps_h == height and columns * taps_w == width
+        for part in range(start, stop):
+            at = found[part]
+            for plane in range(planes * part // parts, planes * (part + 1) // parts):
+                source, target = x[plane], dx[plane]
+                if not whole:
+                    target[:] = 0.0
+                for p in range(layers):
+                    for r in range(rows):
+                        wanted, slopes, missing = y[plane, p, r], dy[plane, p, r], 0
+                        for q in range(columns):
+                            value, place = wanted[q], np.int32(-1)
+                            for tap in range(taps_d * taps_h * taps_w - 1, -1, -1):  # the first maximum is the one kept
+                                i, j, k = tap // (taps_h * taps_w), tap // taps_w % taps_h, tap % taps_w
+                                equal = source[p * taps_d + i, r * taps_h + j, q * taps_w + k] == value
+                                place = np.int32(tap) if equal else place
+                            at[q] = place
+                            missing += place < 0
+                        if missing > 0:
+                            for q in range(columns):
+                                for tap in range(taps_d * taps_h * taps_w):
+                                    i, j, k = tap // (taps_h * taps_w), tap // taps_w % taps_h, tap % taps_w
+                                    value = source[p * taps_d + i, r * taps_h + j, q * taps_w + k]
+                                    if value != value and wanted[q] != wanted[q]:
+                                        at[q] = tap
+                        for i in range(taps_d):
+                            for j in range(taps_h):
+                                row, tap = target[p * taps_d + i, r * taps_h + j], np.int32((i * taps_h + j) * taps_w)
+                                for q in range(columns):
+                                    for k in range(taps_w):
+                                        row[q * taps_w + k] = slopes[q] if at[q] == tap + k else np.float32(0.0)
+
+    return max_pool_grad
 
 
 @exact
