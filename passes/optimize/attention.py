@@ -166,7 +166,7 @@ def _rows(axes: str) -> list[int]:
 
 
 def _permuted(op: Builder, value: ir.Value, order: list[int]) -> ir.Value:
-    return value if order == sorted(order) else op.Transpose(value, perm=order)  # type: ignore[no-any-return]
+    return value if order == sorted(order) else op.Transpose(value, perm=order)
 
 
 class _Search:
@@ -313,8 +313,8 @@ class _Search:
             if wide is None or mask is None or found is None or own is None or before is None or before.op_type not in RESHAPES:
                 continue
             scores = input_of(before, 0)
-            fits = len(found) == len(own) == 5 and own[0] == 1 and found[2:] == (dims(scores) or ())[1:] and own[3:] == found[3:]
-            if not fits or only_user(wide) is None or dims(scores) != dims(view.value) or view.axes != list("bhts"):
+            fits = len(found) == len(own) == 5 and found[2:] == (dims(scores) or ())[1:] and dims(scores) == dims(view.value)
+            if not fits or own[0] != 1 or own[3:] != found[3:] or only_user(wide) is None or view.axes != list("bhts"):
                 continue
             op = Builder(node.graph, before=node, scope=f"{node.name}/mask")  # type: ignore[arg-type]
             every = op.Expand(mask, op.Concat(op.Shape(wide, start=0, end=2), [1, 1, 1], axis=0))

@@ -171,13 +171,14 @@ def test_what_cannot_be_exported() -> None:
 
     with pytest.raises(ModelError, match=r"Odd cannot be exported(.|\n)*torchscript: RuntimeError: no way through"):
         export(Odd(), torch.ones(2, 2), exporter="torchscript")
+
     class PerSample(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             batch, channels, size = x.shape
             kernels = x.mean(2).reshape(batch * channels, 1, 1).expand(-1, channels, 3)
             return nn.functional.conv1d(x.reshape(1, -1, size), kernels, groups=batch)
 
-    with pytest.raises(ModelError, match=r"batches of 3 only: graphc\.frontends\.export\(module, inputs, dynamic_batch=False\)"):
+    with pytest.raises(ModelError, match=r"batches of 3 only: graphc\.frontends\.export\(.*dynamic_batch=False"):
         export(PerSample(), torch.ones(3, 2, 8))
     assert [node.op_type for node in export(PerSample(), torch.ones(3, 2, 8), dynamic_batch=False).graph][-1] == "Conv"
     with pytest.raises(ModelError, match=r"'0' has proj_size=4, and ONNX has no LSTM with projections: use proj_size=0"):

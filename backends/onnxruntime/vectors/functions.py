@@ -154,7 +154,7 @@ def two_sided_function(matrix: Sequence[Sequence[float]], rounding: float = 0.0,
     """A function ``f(x, x_row, x_column, y, y_row, y_column)`` for compiled code: y = matrix · x · matrixᵀ, in every lane.
 
     x and y are small matrices of vectors; ``_row`` and ``_column`` are the bytes from one row and column to the next. What is
-    below ``rounding`` times the largest of x in its lane becomes 0; f returns whether anything else is below ``small`` times it.
+    below ``rounding`` times the largest of x in its lane becomes 0; f returns whether anything else is below ``small`` of it.
     """
     return Deferred(_INTRINSICS, "two_sided_function", matrix, rounding, max(rounding, small))
 

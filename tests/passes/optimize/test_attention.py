@@ -74,7 +74,8 @@ class Forms(nn.Module):
         x = x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
         # Images: elements of a head are channels, in front of the positions.
         q, k, v = (layer(x).transpose(1, 2).reshape(batch, HEADS, SIZE, length) for layer in self.single)
-        z = F.scaled_dot_product_attention(*(w.transpose(2, 3) for w in (q, k, v))).transpose(2, 3).reshape(batch, WIDTH, length)
+        z = F.scaled_dot_product_attention(*(w.transpose(2, 3) for w in (q, k, v))).transpose(2, 3)
+        z = z.reshape(batch, WIDTH, length)
         return x.square().mean() + y.square().mean() + (self.mix(z) ** 3).mean()
 
 
