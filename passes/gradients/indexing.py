@@ -59,8 +59,13 @@ def _one_slice(op: Builder, x: ir.Value, axis: int, index: int, dy: ir.Value) ->
 def gather_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x[indices] element by element on one axis;  ∂x = dy added at the indices"""
     x, indices = operands(node, 2)
-    axis = node.attributes.get_int("axis", 0)
-    return op.ScatterElements(op.zeros_like(x), indices, dy, axis=axis, reduction="add")
+    return op.graphc.GatherElementsGrad(dy, indices, op.shape(x), axis=node.attributes.get_int("axis", 0))
+
+
+@gradient("graphc::GatherElementsGrad")
+def gather_elements_grad(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
+    """dx = elements of dy added at the indices;  ∂dy = dz at the indices"""
+    return op.GatherElements(dz, node.inputs[1], axis=node.attributes.get_int("axis", 0))
 
 
 @gradient("GatherND")

@@ -1,4 +1,4 @@
-"""The gradient of a Gather of rows: an embedding's."""
+"""The gradients of a Gather of rows, an embedding's, and of a GatherElements."""
 
 from __future__ import annotations
 
@@ -18,9 +18,15 @@ LEAST = 1 << 14
 """Smallest gradient, in elements, that is worth a step of its own."""
 
 
+def _shapes(node: ir.Node) -> list[tuple[int, ...]] | None:
+    """Of dy, the indices and dx; None: one is not known, or empty."""
+    found = [static_dims(v) or (0,) for v in (*node.inputs[:2], *node.outputs) if v is not None]
+    return found if all(0 not in shape for shape in found) else None
+
+
 def _is_large(node: ir.Node) -> bool:
-    shapes = [static_dims(v) for v in (*node.inputs[:2], *node.outputs) if v is not None]
-    return all(shape is not None and 0 not in shape for shape in shapes) and math.prod(shapes[-1] or ()) >= LEAST
+    shapes = _shapes(node)
+    return shapes is not None and math.prod(shapes[-1]) >= LEAST
 
 
 @kernel("onnxruntime", "graphc::GatherGrad", when=_is_large)
@@ -60,3 +66,36 @@ def _gather_grad(dy, indices, dx, bits, touched, alone, nonfinite, start, stop):
                 for c in range(width):
                     count += (row_bits[c] & exponent) == exponent
         nonfinite[part] = count
+
+
+def _differs_along_the_axis(node: ir.Node) -> bool:
+    """Whether dy and dx have the same sizes but for the axis: with fewer indices, the lines of dx are not those of dy."""
+    shapes = _shapes(node)
+    if shapes is None or math.prod(shapes[0]) < LEAST:
+        return False
+    axis = node.attributes.get_int("axis", 0) % len(shapes[0])
+    return len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1
+
+
+@kernel("onnxruntime", "graphc::GatherElementsGrad", when=_differs_along_the_axis)
+def gather_elements_grad(k: Binding) -> Run:
+    """dx = elements of dy added at their indices along an axis, in the order of the indices"""
+    (dy, indices, _), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
+    axis = int(k.attributes["axis"]) % dx.ndim
+    lines, inner = math.prod(dx.shape[:axis]), math.prod(dx.shape[axis + 1 :])
+    arguments = tuple(array.reshape(lines, -1, inner) for array in (dy, indices, dx))
+    return k.pool.bind(_gather_elements_grad, arguments, lines, max(1, LEAST // 4 * lines // dy.size))
+
+
+@jit
+def _gather_elements_grad(dy, indices, dx, start, stop):
+    count = dx.shape[1]
+    for line in range(start, stop):
+        target = dx[line]
+        target[:] = np.float32(0.0)
+        for j in range(dy.shape[1]):
+            slopes, places = dy[line, j], indices[line, j]
+            for i in range(slopes.size):
+                place = places[i] + count if places[i] < 0 else places[i]
+                if 0 <= place < count:  # the GatherElements refused an index outside before
+                    target[place, i] += slopes[i]

@@ -53,6 +53,13 @@ def gather_grad(op: Builder, dy: ir.Value, indices: ir.Value, shape: ir.Value) -
     return op.ScatterND(zeros, op.Unsqueeze(wide, [-1]), dy, reduction="add")  # type: ignore[no-any-return]
 
 
+@declare("GatherElementsGrad", inputs="dy indices shape", outputs="dx", attributes={"axis": REQUIRED}, infer=_of_shape)
+def gather_elements_grad(op: Builder, dy: ir.Value, indices: ir.Value, shape: ir.Value, *, axis: int) -> ir.Value:
+    """dx of y = GatherElements(x, indices; axis) for x of ``shape``: elements of dy added at their indices, zeros elsewhere."""
+    zeros = op.Expand(op.scalar(0, dy), shape)
+    return op.ScatterElements(zeros, indices, dy, axis=axis, reduction="add")  # type: ignore[no-any-return]
+
+
 def _like_the_wanted(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
     return [spec_of(inputs[k]) for k in attributes["wanted"]]
 

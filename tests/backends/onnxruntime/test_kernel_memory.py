@@ -133,6 +133,11 @@ CASES: Mapping[str, Sequence[Case]] = {
     "graphc::GatherGrad": [
         c(f(2, 2, 4099), np.array([[0, 4], [-5, 4]], kind), i(5, 4099), constants=(2,)) for kind in (np.int64, np.int32)
     ],
+    "graphc::GatherElementsGrad": [
+        c(f(*dy), rng.integers(-9, 9, dy).astype(kind), i(*shape), constants=(2,), axis=axis)
+        for dy, shape, axis in (((40, 50, 11), (40, 50, 9), 2), ((5, 50, 77), (5, 9, 77), -2))
+        for kind in (np.int64, np.int32)
+    ],
     "graphc::SoftmaxCrossEntropy": _losses((), f),
     "graphc::SoftmaxCrossEntropyGrad": _losses((one(1.0),), lambda *shape: -np.abs(f(*shape))),
     "graphc::BatchNormalizationTraining": [c(f(3, 5, *more), f(5), f(5)) for more in ((), (2,), (9,))],

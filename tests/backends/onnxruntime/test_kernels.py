@@ -472,6 +472,16 @@ def test_gradient_of_a_gather(shape: tuple[int, ...], pool: ThreadPool) -> None:
         compare("graphc::GatherGrad", arrays, {}, pool, constants=(2,))
 
 
+@pytest.mark.parametrize(("shape", "axis", "count"), [((8, 4, 48, 32), 3, 48), ((20, 30, 40), -2, 25), ((9, 2000), 0, 18)])
+def test_gradient_of_a_gather_of_elements(shape: tuple[int, ...], axis: int, count: int, pool: ThreadPool) -> None:
+    picked = list(shape)
+    picked[axis] = count
+    indices = rng.integers(-shape[axis], shape[axis], picked)
+    for kind in (np.int64, np.int32):
+        arrays = [normal(*picked), indices.astype(kind), np.array(shape)]
+        compare("graphc::GatherElementsGrad", arrays, {"axis": axis}, pool, constants=(2,))
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((16, 20, 256), -1), ((3, 4, 5), 1), ((7, 3), -1)])
 def test_layer_normalization_forward(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
     size = shape[axis:] if axis > 0 else shape[-1:]

@@ -209,6 +209,7 @@ INDEXING = [
     c("Gather", (2, 5, 3), i64(-1), axis=1),
     c("Gather", (2, 5, 3), i64([[0, 3, 3], [1, 0, -1]]), axis=1),
     c("Gather", (2, 5, 3), i64([2, 2]), axis=-1),
+    c("graphc::GatherElementsGrad", (2, 3), i64([[0, 2, -1], [2, 0, 2]]), i64([3, 3]), axis=0),
     c("graphc::GatherGrad", (2, 2, 3), i64([[0, 2], [2, -1]]), i64([5, 3])),
     c("GatherElements", (3, 3), INDEX),
     c("GatherElements", (2, 3), INDEX, axis=1),
