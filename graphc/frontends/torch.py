@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import io
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ _OPSET = 20
 """Opset requested from the exporters: the newest that both write without converting their own output."""
 
 _STATISTICS = ("running_mean", "running_var")
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 _CHANGED = "graphc.changed"
 """Key in ``model.meta``: names of the buffers that a step of PyTorch's changes."""
@@ -98,17 +101,16 @@ def export(
                 model = function(module, names, tensors, batched)
             break
         except Exception as error:  # exporters raise any error of the module, or their own
-            failures.append(
-                f"{name}: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-            )
+            failures.append(f"{name}: {_reason(error)}")
     else:
-        hint = (
-            "\nif an op depends on the batch, as a convolution with a group for each sample does, export it for batches of "
-            f"{len(tensors[0])} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"
-        )
-        raise ModelError(
-            f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures) + (hint if batched else "")
-        )
+        if batched:
+            with contextlib.suppress(ModelError):
+                export(module, example_inputs, dynamic_batch=False, exporter=exporter)
+                failures.append(
+                    "an op depends on the batch's size, as a convolution with a group for each sample does; it can be exported "
+                    f"for batches of {len(tensors[0])} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"
+                )
+        raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
     _finish(model, module)
     _warn(module, {padding_row(node) for node in model.graph.all_nodes()}, model.meta.get(_CHANGED, ()))
     _rename(model.graph, model.graph.inputs, input_names or names)
@@ -117,6 +119,14 @@ def export(
         model.graph, model.graph.outputs, output_names or (["output"] if count == 1 else [f"output_{k}" for k in range(count)])
     )
     return model
+
+
+def _reason(error: BaseException) -> str:
+    """What an exporter failed of: its own errors only say in which of its steps, coloured for a terminal."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = _COLOURS.sub("", str(error)).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _refuse_projections(module: torch.nn.Module) -> None:

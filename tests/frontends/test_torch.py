@@ -172,6 +172,12 @@ def test_what_cannot_be_exported() -> None:
     with pytest.raises(ModelError, match=r"Odd cannot be exported(.|\n)*torchscript: RuntimeError: no way through"):
         export(Odd(), torch.ones(2, 2), exporter="torchscript")
 
+    with pytest.raises(ModelError, match="cannot be exported to ONNX") as caught:
+        export(nn.FractionalMaxPool2d(2, output_size=3), torch.ones(3, 4, 8, 8))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3
+    assert all("fractional_max_pool2d" in line and "\x1b" not in line for line in lines[1:])
+
     class PerSample(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             batch, channels, size = x.shape
