@@ -20,23 +20,25 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import ModelError, UsageError, nearest
-from graphc.ir import OPSET
 from graphc.ir.builder import Builder
-from graphc.ir.evaluate import evaluate
 from graphc.ir.facts import constant, describe, describe_value, dims, input_of, is_float, rank
 from graphc.passes.optimize.attention_dropout import drawn_again, dropout_mask, dropping
-from graphc.passes.optimize.axis_order import RESHAPES, View, follow_result, only_user, scaling, source_of
+from graphc.passes.optimize.attention_masks import (
+    HIDES,
+    adds_causal,
+    aligned_mask,
+    hides_causal,
+    is_choice,
+    known_mask,
+    shows_causal,
+    window_mask,
+)
+from graphc.passes.optimize.axis_order import View, follow_result, only_user, scaling, source_of
 from graphc.passes.optimize.identities import filled
 from graphc.passes.optimize.simplify import dead_code_elimination, replace, simplify_graph
 from graphc.pipeline import Context, graph_pass
 
 SAVES = ("auto", "probabilities", "logsumexp")
-
-_HIDES = -1e30
-"""A mask value at or below this removes a float32 score entirely."""
-
-_LARGEST_MASK = 1 << 24
-"""Largest mask, in elements, that is checked for being causal."""
 
 _LONG = 1
 """Keys per element of a head above which the probabilities take more than a quarter of the memory of q, k, v and y.
@@ -251,7 +253,7 @@ class _Search:
                 return None
             if node.op_type == "MatMul":
                 return _operands(node, view)
-            step = self._scaling(node) or self._masking(node, view) or self._window_masking(node, view)
+            step = self._scaling(node) or self._masking(node, view)
             if step is not None:
                 view = view.of(step)
                 continue
@@ -275,7 +277,7 @@ class _Search:
         if node.op_type == "Add":
             for x, mask in (node.inputs, reversed(node.inputs)):
                 if x is not None and mask is not None and _leads_to_product(x) and dims(x) == dims(node.outputs[0]):
-                    aligned = _aligned(mask, view)
+                    aligned = aligned_mask(mask, view)
                     if aligned is None:
                         return None
                     self._remember_addition(aligned)
@@ -284,12 +286,12 @@ class _Search:
             condition, yes, no = node.inputs
             for x, other, inverted in ((yes, no, False), (no, yes, True)):
                 number = filled(other)
-                if x is None or condition is None or number is None or number > _HIDES or dims(x) != dims(node.outputs[0]):
+                if x is None or condition is None or number is None or number > HIDES or dims(x) != dims(node.outputs[0]):
                     continue
-                aligned = _aligned(condition, view)
+                aligned = aligned_mask(condition, view)
                 if aligned is None:
                     return None
-                how, test = ("shown", _shows_causal) if not inverted else ("hidden", _hides_causal)
+                how, test = ("shown", shows_causal) if not inverted else ("hidden", hides_causal)
                 if self._asked(aligned, how, test):
                     self.causal = True  # every row sees its first key, so the value that masks the others does not matter
                 elif number != -math.inf:
@@ -297,80 +299,25 @@ class _Search:
                 else:
                     self.seen.append((aligned, inverted))
                 return x
-        return None
-
-    def _window_masking(self, node: ir.Node, view: View) -> ir.Value | None:
-        """The scores before each window of an image gets a mask of its own: Reshape → Add (1, windows, …) → Reshape.
-
-        Source: Z. Liu et al., Swin Transformer, 2021, whose windows are samples of a batch, in this order.
-        """
-        parted = input_of(node, 0).producer() if node.op_type in RESHAPES else None
-        if self.scaled or parted is None or parted.op_type != "Add" or parted.domain or only_user(parted.outputs[0]) is None:
-            return None
-        for wide, mask in (parted.inputs, reversed(parted.inputs)):
-            found, own = dims(wide) if wide is not None else None, dims(mask) if mask is not None else None
-            before = wide.producer() if wide is not None else None
-            if wide is None or mask is None or found is None or own is None or before is None or before.op_type not in RESHAPES:
-                continue
-            scores = input_of(before, 0)
-            fits = len(found) == len(own) == 5 and found[2:] == (dims(scores) or ())[1:] and dims(scores) == dims(view.value)
-            if not fits or own[0] != 1 or own[3:] != found[3:] or only_user(wide) is None or view.axes != list("bhts"):
-                continue
-            op = Builder(node.graph, before=node, scope=f"{node.name}/mask")  # type: ignore[arg-type]
-            every = op.Expand(mask, op.Concat(op.Shape(wide, start=0, end=2), [1, 1, 1], axis=0))
-            self._remember_addition(op.Reshape(every, op.Concat([-1], op.Shape(mask, start=2), axis=0)))
-            return scores
-        return None
+        found = window_mask(node, view)
+        if found is not None:
+            self._remember_addition(found[1])
+        return found[0] if found is not None else None
 
     def _asked(self, mask: ir.Value, how: str, test: Callable[[np.ndarray | None], bool]) -> bool:
         """Whether a mask is causal; computed once for all layers that share it."""
         if (mask, how) not in self._is_causal:
-            self._is_causal[mask, how] = test(_known(mask))
+            self._is_causal[mask, how] = test(known_mask(mask))
         return self._is_causal[mask, how]
 
     def _remember_addition(self, mask: ir.Value) -> None:
         choice = mask.producer()
-        if self._asked(mask, "added", _adds_causal):
+        if self._asked(mask, "added", adds_causal):
             self.causal = True
-        elif choice is not None and choice.op_type == "Where" and _is_choice(*choice.inputs[1:]):
+        elif choice is not None and choice.op_type == "Where" and is_choice(*choice.inputs[1:]):
             self.seen.append((input_of(choice), False))
         else:
             self.added.append(mask)
-
-
-def _is_choice(shown: ir.Value | None, other: ir.Value | None) -> bool:
-    return filled(shown) == 0 and filled(other) == -math.inf
-
-
-def _known(mask: ir.Value, depth: int = 8) -> np.ndarray | None:
-    """The elements of a mask computed from constants only."""
-    found, node = constant(mask), mask.producer()
-    if found is not None or node is None or depth == 0:
-        return found
-    copies = [None if v is None else _known(v, depth - 1) for v in node.inputs]
-    if any(v is not None and copy is None for v, copy in zip(node.inputs, copies, strict=True)):
-        return None
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="mask")
-    op = Builder(graph)
-    again = [None if copy is None else op.const(copy) for copy in copies]
-    outputs = op.emit(node.op_type, again, dict(node.attributes), outputs=1) if node.domain == "" else ()
-    producer = outputs[0].producer() if outputs else None
-    return evaluate(producer, limit=_LARGEST_MASK) if producer is not None else None
-
-
-def _adds_causal(added: np.ndarray | None) -> bool:
-    return added is not None and bool(((added == 0) | (added <= _HIDES)).all()) and _shows_causal(added == 0)
-
-
-def _hides_causal(hidden: np.ndarray | None) -> bool:
-    return hidden is not None and _shows_causal(hidden == 0)
-
-
-def _shows_causal(seen: np.ndarray | None) -> bool:
-    """Whether a boolean mask is causal: query i sees the keys 0 to i."""
-    if seen is None or seen.ndim < 2 or seen.size != seen.shape[-1] * seen.shape[-2] or seen.shape[-1] == 1:
-        return False
-    return bool(((seen.reshape(seen.shape[-2:]) != 0) == (np.tri(*seen.shape[-2:]) > 0)).all())
 
 
 def _leads_to_product(value: ir.Value) -> bool:
@@ -387,15 +334,6 @@ def _leads_to_product(value: ir.Value) -> bool:
         following = operands or [v for v in node.inputs[:1] if v is not None]
         node = next((v.producer() for v in following if v.producer() and constant(v) is None), None)
     return False
-
-
-def _aligned(mask: ir.Value, view: View) -> ir.Value | None:
-    """``mask`` if it broadcasts to (b, h, t, length of keys) as it broadcasts to the scores."""
-    found = dims(mask)
-    if found is None or view.axes[-2:] != ["t", "s"]:
-        return None
-    in_place = view.axes == list("bhts"[4 - len(view.axes) :])
-    return mask if in_place or all(d == 1 for d in found[:-2]) else None
 
 
 def _without_nan(value: ir.Value) -> ir.Value | None:

@@ -68,7 +68,7 @@ def _gather_grad(dy, indices, dx, bits, touched, alone, nonfinite, start, stop):
         nonfinite[part] = count
 
 
-def _differs_along_the_axis(node: ir.Node) -> bool:
+def _have_the_same_lines(node: ir.Node) -> bool:
     """Whether dy and dx have the same sizes but for the axis: with fewer indices, the lines of dx are not those of dy."""
     shapes = _shapes(node)
     if shapes is None or math.prod(shapes[0]) < LEAST:
@@ -77,7 +77,7 @@ def _differs_along_the_axis(node: ir.Node) -> bool:
     return len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1
 
 
-@kernel("onnxruntime", "graphc::GatherElementsGrad", when=_differs_along_the_axis)
+@kernel("onnxruntime", "graphc::GatherElementsGrad", when=_have_the_same_lines)
 def gather_elements_grad(k: Binding) -> Run:
     """dx = elements of dy added at their indices along an axis, in the order of the indices"""
     (dy, indices, _), (dx,) = given(k.inputs, 3), given(k.outputs, 1)

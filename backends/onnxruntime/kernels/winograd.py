@@ -43,8 +43,8 @@ ROUNDING, SMALL = 2.0**-23, 2.0**-14
 says, which costs little because few are.
 
 Adam divides a gradient by its size. Where a ReLU leaves no summand, it would make a whole step of what rounding leaves, and of
-few summands a step of another sign. Ten steps of a VGG are then off by 1e-3 from float64, with these bounds by 1e-7, as in
-PyTorch.
+few summands a step of another sign: ten steps of a VGG were off by 1e-3 from float64. With these bounds they are as far off as
+with oneDNN's gradients.
 """
 
 _A, _GT = (tuple(zip(*matrix, strict=True)) for matrix in (_AT, _G))
