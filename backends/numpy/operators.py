@@ -5,6 +5,8 @@ ConvTranspose         mixes up groups
 MaxPool               Indices of overlapping windows, asymmetric pads
 AveragePool, LpPool   take minutes for volumes
 GlobalLpPool          missing
+GlobalMaxPool         reduces other axes than the spatial ones, unless there are two
+GatherElements        along an axis of one element
 LRN                   sums around the sample's index instead of the channel's; four dimensions only
 LpNormalization       p = 1 without absolute values, axis = 0
 Erf, GroupNormalization, LayerNormalization, AffineGrid   float32 inside whatever the type
@@ -121,6 +123,22 @@ class GlobalLpPool(_Operator):
         return ((total ** (1.0 / p)).astype(x.dtype),)
 
 
+class GlobalMaxPool(_Operator):
+    """The largest element of a channel."""
+
+    def _run(self, x: Array) -> tuple[Array, ...]:
+        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
+class GatherElements(_Operator):
+    """Elements by their index along an axis; a negative one counts from its end."""
+
+    def _run(self, data: Array, indices: Array, axis: int = 0) -> tuple[Array, ...]:
+        places = list(np.indices(indices.shape, sparse=True))
+        places[axis] = indices
+        return (data[tuple(places)],)
+
+
 class ConvTranspose(_Operator):
     """Every input element adds its multiple of the kernel to the output, ``strides`` apart; the pads are cut off."""
 
@@ -231,7 +249,9 @@ REPAIRED: tuple[type[OpRun], ...] = (
     AveragePool,
     ConvTranspose,
     Erf,
+    GatherElements,
     GlobalLpPool,
+    GlobalMaxPool,
     GroupNormalization,
     If,
     LRN,

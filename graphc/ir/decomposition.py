@@ -13,7 +13,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import CUSTOM, declaration_of, decompose_node
 from graphc.ir.facts import describe
 from graphc.ir.names import marks_of
-from graphc.ir.subgraphs import bodies
+from graphc.ir.subgraphs import bodies, remove_with_bodies
 
 
 def decompose_graph(graph: ir.Graph, keep: Callable[[ir.Node], bool]) -> bool:
@@ -52,7 +52,7 @@ def replace_node(op: Builder, node: ir.Node, values: Sequence[Any]) -> None:
     for old, new in zip(node.outputs, values, strict=False):
         if new is not None and (old.uses() or old.is_graph_output()):
             _replace(op.graph, op, old, new)
-    op.graph.remove(node, safe=True)
+    remove_with_bodies(op.graph, node)
 
 
 def _is_composite(node: ir.Node) -> bool:
@@ -74,7 +74,7 @@ def _decompose(op: Builder, graph: ir.Graph, keep: Callable[[ir.Node], bool]) ->
             for out, new in zip(node.outputs, values, strict=False):
                 if new is not None:
                     _replace(graph, op, out, new)
-            graph.remove(node, safe=True)
+            remove_with_bodies(graph, node)
         op.marks = {}
         changed = True
     for node in graph:

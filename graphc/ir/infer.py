@@ -21,8 +21,9 @@ from graphc.ir.declare import OPS, REQUIRED, OpDeclaration, declared
 from graphc.ir.evaluate import evaluate
 from graphc.ir.facts import constant, describe, dims, neighbourhood
 from graphc.ir.onnx_inference import CONSTANT_LIMIT, Inferred, infer_standard, schema_of
+from graphc.ir.refined_shapes import refine
 from graphc.ir.subgraphs import CONTROL
-from graphc.ir.symbolic_dims import follow, refine
+from graphc.ir.symbolic_dims import follow
 
 _cache: dict[Any, tuple[Inferred, ...]] = {}
 

@@ -188,13 +188,19 @@ def prune(graph: ir.Graph) -> None:
     """Remove the nodes of a body that do not contribute to its outputs."""
     for node in reversed(list(graph)):
         if not any(out.uses() or out.is_graph_output() for out in node.outputs):
-            graph.remove(node, safe=True)
+            remove_with_bodies(graph, node)
 
 
 def remove_with_bodies(graph: ir.Graph, node: ir.Node) -> None:
     """Remove ``node`` from ``graph``; the values that its bodies capture lose these uses too."""
+    release_bodies(node)
+    graph.remove(node, safe=True)
+
+
+def release_bodies(node: ir.Node) -> None:
+    """Take from a node that is to be removed what its bodies read: a value lists their nodes among its users."""
     for body in bodies(node):
         for inner in body.all_nodes():
             for index in range(len(inner.inputs)):
                 inner.replace_input_with(index, None)
-    graph.remove(node, safe=True)
+        body.outputs.clear()

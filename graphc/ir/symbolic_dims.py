@@ -19,9 +19,8 @@ import onnx_ir as ir
 
 from graphc.ir.facts import HELD, Dim, constant, dims
 
-_LIMIT = 64
-_HUGE = 2**31 - 1
-"""Exporters write this value or a larger one for the end of an open slice."""
+LIMIT = 64
+"""Elements of a tensor whose elements are followed."""
 
 _FACTOR = re.compile(r"[0-9]{1,18}|[^\d\W][\w.\-]*")
 
@@ -33,7 +32,7 @@ def held(value: ir.Value | None) -> tuple[Dim, ...] | None:
     """The elements of an integer tensor, unknown ones as None; None when all are unknown."""
     known = constant(value)
     if known is not None:
-        return tuple(int(d) for d in known.reshape(-1)) if known.size <= _LIMIT and known.dtype.kind in "iub" else None
+        return tuple(int(d) for d in known.reshape(-1)) if known.size <= LIMIT and known.dtype.kind in "iub" else None
     if value is None:
         return None
     producer = value.producer()
@@ -41,6 +40,11 @@ def held(value: ir.Value | None) -> tuple[Dim, ...] | None:
         found = _shape(producer)
         return tuple(found) if found is not None else None
     return value.meta.get(HELD)
+
+
+def dims_of(value: ir.Value | None) -> Sequence[Dim] | None:
+    """The sizes of an operand; None where it is left out, too."""
+    return dims(value) if value is not None else None
 
 
 def product(sizes: Sequence[Dim]) -> Dim:
@@ -52,7 +56,7 @@ def product(sizes: Sequence[Dim]) -> Dim:
         count, symbols = factors(size)
         number *= count
         names += symbols
-        if len(names) > _LIMIT or abs(number) >= 2**63:
+        if len(names) > LIMIT or abs(number) >= 2**63:
             return None  # no tensor has such a size
     return _text(number, names)
 
@@ -99,21 +103,6 @@ def _text(number: int, names: Sequence[str]) -> Dim:
     return "*".join(([] if number == 1 else [str(number)]) + sorted(names))
 
 
-def refine(node: ir.Node) -> None:
-    """Refine the output shape of ``node`` from the elements of its shape operand."""
-    rule = _SHAPES.get(node.op_type)
-    if rule is None or node.domain != "":
-        return
-    found = rule(node)
-    out = node.outputs[0]
-    if found is None:
-        return
-    have = dims(out)
-    if have is not None and len(have) == len(found):
-        found = [h if isinstance(h, int) or f is None else f for h, f in zip(have, found, strict=True)]
-    out.shape = ir.Shape(found)
-
-
 def follow(node: ir.Node) -> np.ndarray | None:
     """Store the known elements of the integer output of ``node``; returns an array when all are numbers."""
     rule = _CONTENTS.get(node.op_type)
@@ -125,7 +114,7 @@ def follow(node: ir.Node) -> np.ndarray | None:
     if out.dtype not in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL) or found is None or len(found) > 1:
         return None
     elements = rule(node)
-    if elements is None or len(elements) > _LIMIT or (not found and len(elements) != 1):
+    if elements is None or len(elements) > LIMIT or (not found and len(elements) != 1):
         return None
     numbers = [e for e in elements if isinstance(e, int)]
     if any(not -(2**63) <= e < 2**63 for e in numbers):
@@ -136,123 +125,18 @@ def follow(node: ir.Node) -> np.ndarray | None:
     return None
 
 
-# The shape of an output ------------------------------------------------------------------------------------------------
-
-
-def _reshape(node: ir.Node) -> Sequence[Dim] | None:
-    target, source = held(node.inputs[1]), _dims_of(node.inputs[0])
-    if target is None:
-        return None
-    copied = "allowzero" not in node.attributes or not node.attributes["allowzero"].as_int()
-    if copied and 0 in target:
-        known = [*(source or ()), *[None] * len(target)]
-        target = tuple(known[k] if d == 0 else d for k, d in enumerate(target))
-    if -1 not in target:
-        return target
-    rest = quotient(product(source), product([d for d in target if d != -1])) if source is not None else None
-    return [rest if d == -1 else d for d in target]
-
-
-def _expand(node: ir.Node) -> Sequence[Dim] | None:
-    target, source = held(node.inputs[1]), _dims_of(node.inputs[0])
-    if target is None or source is None:
-        return None
-    rank = max(len(target), len(source))
-    pairs = zip([1] * (rank - len(source)) + [*source], [1] * (rank - len(target)) + [*target], strict=True)
-    return [_broadcast(a, b) for a, b in pairs]
-
-
-def _broadcast(a: Dim, b: Dim) -> Dim:
-    if a == 1 or a == b:
-        return b
-    if b == 1:
-        return a
-    return next((d for d in (a, b) if isinstance(d, int)), None)
-
-
-def _slice_shape(node: ir.Node) -> Sequence[Dim] | None:
-    """Axes that are not sliced, or sliced from the first element to the last, keep their size."""
-    source, starts, ends = _dims_of(node.inputs[0]), held(node.inputs[1]), held(node.inputs[2])
-    if source is None:
-        return None
-    if starts is None or ends is None:  # the sliced axes are unknown, the others keep their size
-        count = _most(node.inputs[1])
-        starts = ends = (None,) * count if isinstance(count, int) and count <= _LIMIT else None
-    if starts is None or ends is None:
-        return None
-    axes = held(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else tuple(range(len(starts)))
-    steps = held(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else (1,) * len(starts)
-    if axes is None or steps is None:
-        return None
-    result = list(source)
-    if len({len(axes), len(starts), len(ends), len(steps)}) > 1:
-        return None
-    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
-        if not isinstance(axis, int) or not -len(result) <= axis < len(result):
-            return None
-        size = result[axis]
-        whole = start == 0 and step == 1 and size is not None and (end == size or (isinstance(end, int) and end >= _HUGE))
-        result[axis] = size if whole else None
-    return result
-
-
-def _most(starts: ir.Value | None) -> Dim:
-    """The largest possible number of sliced axes. Exporters cut an index out of a tensor by ``offsets[k : k + 1]``."""
-    count = (_dims_of(starts) or (None,))[0]
-    producer = starts.producer() if starts is not None else None
-    if isinstance(count, int) or producer is None or producer.op_type != "Slice" or len(producer.inputs) != 3:
-        return count
-    after = producer.inputs[2].producer() if producer.inputs[2] is not None else None
-    if after is None or after.op_type != "Add" or after.inputs[0] is not producer.inputs[1]:
-        return None
-    step = after.inputs[1]
-    while step is not None and (cast := step.producer()) is not None and cast.op_type == "CastLike":
-        step = cast.inputs[0]
-    known = constant(step)
-    return 1 if known is not None and known.size == 1 and int(known.reshape(-1)[0]) == 1 else None
-
-
-def _range(node: ir.Node) -> Sequence[Dim] | None:
-    """Counting from 0 to a size in steps that divide it."""
-    start, limit, delta = (held(value) for value in node.inputs)
-    return [quotient(limit[0], delta[0])] if start == (0,) and limit is not None and delta is not None else None
-
-
-def _resize(node: ir.Node) -> Sequence[Dim] | None:
-    """Axes that are not resized keep their size."""
-    source = _dims_of(node.inputs[0])
-    if source is None or "axes" not in node.attributes:
-        return None
-    resized = {a % len(source) for a in node.attributes["axes"].as_ints()}
-    return [None if k in resized else d for k, d in enumerate(source)]
-
-
-def _dims_of(value: ir.Value | None) -> Sequence[Dim] | None:
-    return dims(value) if value is not None else None
-
-
-_SHAPES: dict[str, Callable[[ir.Node], Sequence[Dim] | None]] = {
-    "ConstantOfShape": lambda node: held(node.inputs[0]),
-    "Expand": _expand,
-    "Range": _range,
-    "Reshape": _reshape,
-    "Resize": _resize,
-    "Slice": _slice_shape,
-}
-
-
 # The elements of an output ---------------------------------------------------------------------------------------------
 
 
 def _shape(node: ir.Node) -> Sequence[Dim] | None:
-    found = _dims_of(node.inputs[0])
+    found = dims_of(node.inputs[0])
     start = node.attributes["start"].as_int() if "start" in node.attributes else None
     end = node.attributes["end"].as_int() if "end" in node.attributes else None
     return found[start:end] if found is not None else None
 
 
 def _size(node: ir.Node) -> Sequence[Dim] | None:
-    found = _dims_of(node.inputs[0])
+    found = dims_of(node.inputs[0])
     return [product(found)] if found is not None else None
 
 

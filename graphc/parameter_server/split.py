@@ -21,7 +21,7 @@ from graphc.errors import ModelError
 from graphc.ir.declare import is_update
 from graphc.ir.facts import inputs_of, static_dims
 from graphc.ir.ops.parameter_server import EVERY, exchanges, server_options
-from graphc.ir.subgraphs import captured
+from graphc.ir.subgraphs import captured, release_bodies
 from graphc.ir.updates import state_of
 from graphc.pipeline import PASSES, Context
 from graphc.plan.partition import Plan, make_plan
@@ -136,7 +136,10 @@ def _keep(graph: ir.Graph, nodes: list[ir.Node], outputs: list[ir.Value]) -> Non
             if producer is not None and producer not in kept:
                 kept.add(producer)
                 waiting.append(producer)
-    graph.remove([node for node in graph if node not in kept], safe=True)
+    removed = [node for node in graph if node not in kept]
+    for node in removed:
+        release_bodies(node)
+    graph.remove(removed, safe=True)
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]

@@ -22,7 +22,7 @@ from graphc.ir.facts import dtype_of, input_of, shape_of
 from graphc.ir.names import SCHEDULE
 from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.ops.pipe import RECV, SEND, shape_text
-from graphc.ir.subgraphs import bodies
+from graphc.ir.subgraphs import bodies, release_bodies
 from graphc.pipe.measures import separate_measures
 from graphc.pipe.tables import PipeSchedule
 from graphc.pipe.tasks import Assignment, Task, is_placed, reads
@@ -250,7 +250,8 @@ class Split:
         wanted = set(order)
         removed = [n for n in graph if n not in wanted]
         graph.remove(list(graph))
-        for node in (inner for n in removed for inner in (n, *(i for body in bodies(n) for i in body.all_nodes()))):
+        for node in removed:
+            release_bodies(node)
             for index in range(len(node.inputs)):
                 node.replace_input_with(index, None)
         graph.extend(order)

@@ -24,7 +24,7 @@ from graphc.ir.declare import declaration_of, decompose_node
 from graphc.ir.facts import describe, describe_value, dims, is_float, required, same_dims, static_dims
 from graphc.ir.functions import emit_body, has_body
 from graphc.ir.names import PHASE, STAGE, marks_of
-from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body, reads
+from graphc.ir.subgraphs import bodies, captured, finish_body, inline, new_body, reads, remove_with_bodies
 
 refuse_gradient(
     "graphc::LateGradient", reason="its rule waits for shapes; fix those of the inputs with --shape (shapes=)", origin=__name__
@@ -188,7 +188,7 @@ def through(
     kept = set(found.values())
     for made in reversed(emitted):
         if not any(out.uses() or out in kept for out in made.outputs):
-            graph.remove(made, safe=True)
+            remove_with_bodies(graph, made)
     first = {value: node.inputs.index(value) for value in inputs}
     return [found.get(v) if v is not None and first.get(v) == k else None for k, v in enumerate(node.inputs)]
 

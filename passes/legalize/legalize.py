@@ -28,7 +28,7 @@ from graphc.ir.model_bytes import check_sizes
 from graphc.ir.opset_adapters import adapt
 from graphc.ir.parameters import DECISIONS
 from graphc.ir.state import not_finite
-from graphc.ir.subgraphs import CONTROL, reachable_bodies
+from graphc.ir.subgraphs import CONTROL, reachable_bodies, remove_with_bodies
 from graphc.ir.toposort import sort_and_link
 from graphc.ir.unknown_sizes import forget_unknown_sizes
 from graphc.ir.verify import refused_type
@@ -257,7 +257,7 @@ def _substitute(graph: ir.Graph, op: Builder, node: ir.Node, values: Sequence[ir
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         new.name = name
         new.metadata_props.update(old.metadata_props)
-    graph.remove(node, safe=True)
+    remove_with_bodies(graph, node)
 
 
 def _complete_shapes(model: ir.Model, version: int) -> None:

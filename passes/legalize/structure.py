@@ -11,6 +11,7 @@ import onnx_ir.passes.common
 from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.declare import has_effect
+from graphc.ir.subgraphs import remove_with_bodies
 
 OLDEST = 6
 """The oldest opset that is converted; older files pass if opset 6 defines their ops in the same way."""
@@ -139,7 +140,7 @@ def remove_dead(graph: ir.Graph) -> None:
     """Remove nodes and initializers that no output depends on; collectives and updates stay."""
     for node in reversed(list(graph)):
         if not has_effect(node) and not any(v.uses() or v.is_graph_output() for v in node.outputs):
-            graph.remove(node, safe=True)
+            remove_with_bodies(graph, node)
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output() and not name.startswith("graphc."):
             del graph.initializers[name]

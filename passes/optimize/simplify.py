@@ -22,7 +22,7 @@ from graphc.ir.evaluate import NOT_DETERMINED, evaluate
 from graphc.ir.infer import fold, infer_node, version_of
 from graphc.ir.names import GRADIENT_OF, LOSS_TOTAL, STAGE, marks_of
 from graphc.ir.ops.random import RANDOM_OPS
-from graphc.ir.subgraphs import sources
+from graphc.ir.subgraphs import remove_with_bodies, sources
 from graphc.ir.text import graph_metadata
 from graphc.ir.updates import trains
 from graphc.passes.legalize.subgraphs import decided_branch
@@ -75,7 +75,7 @@ def dead_code_elimination(graph: ir.Graph) -> bool:
             continue
         if pending and any(GRADIENT_OF in out.metadata_props or LOSS_TOTAL in out.metadata_props for out in node.outputs):
             continue
-        graph.remove(node, safe=True)
+        remove_with_bodies(graph, node)
         changed = True
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():

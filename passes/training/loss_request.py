@@ -109,7 +109,8 @@ class LossRequest:
         sizes = list(required(scores.shape).dims)
         if axis is not None:
             sizes[axis : axis + 1] = [1] if keepdims else []
-        value = ir.Value(name=self.op.unique(name, value=True), type=ir.TensorType(dtype), shape=ir.Shape(sizes))
+        shape = self._batch_first(sizes)
+        value = ir.Value(name=self.op.unique(name, value=True), type=ir.TensorType(dtype), shape=shape)
         if value.name != name:
             raise UsageError(
                 f"the model computes a value {name!r}: to use it say label={name}, else give the label another name"
@@ -117,6 +118,17 @@ class LossRequest:
         self.graph.inputs.append(value)
         self.ctx.values.setdefault(LABELS, {})[name] = (scores, axis, keepdims)
         return value
+
+    def _batch_first(self, sizes: Sequence[int | ir.SymbolicDim]) -> ir.Shape:
+        """The shape of a new input. Its first size is unknown if its symbol is one that inference made up: no input has it.
+
+        Feeds of unknown length are cut with the batch, and the loss checks that they fit the scores.
+        """
+        if not sizes or isinstance(sizes[0], int):
+            return ir.Shape(sizes)
+        known = {word for v in self.graph.inputs for d in dims(v) or () if isinstance(d, str) for word in symbols(d)}
+        fed = sizes[0].value is not None and known.issuperset(symbols(sizes[0].value))
+        return ir.Shape([sizes[0] if fed else None, *sizes[1:]])
 
     def sample_weight(self, like: ir.Value) -> ir.Value | None:
         """The sample weights in the shape and type of ``like``, whose first axis is the sample; None: every sample weighs 1."""
@@ -129,7 +141,7 @@ class LossRequest:
         known = {v.name: v for v in graph.inputs} | {v.name: v for node in graph for v in node.outputs}
         weight = known.get(name)
         if weight is None:
-            shape = ir.Shape([like.shape.dims[0]])
+            shape = self._batch_first(like.shape.dims[:1])
             weight = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
             graph.inputs.append(weight)
         if not is_float(weight) or weight.shape is None or len(weight.shape) != 1:
