@@ -25,7 +25,7 @@ from graphc.backends.fusion import expressions
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.host import language, object_files
 from graphc.backends.host.emit import Emitter
-from graphc.backends.host.generator import Loops
+from graphc.backends.host.generator import LANES, Loops
 from graphc.backends.host.kinds import I64
 from graphc.backends.host.mathematics import Mathematics
 from graphc.backends.host.processor import processor
@@ -162,10 +162,11 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
         elif loops.vector > 1:
             outer, (inner, size) = loops.rows[:-1], loops.rows[-1]
             blocks = -(-size // loops.vector)
-            if blocks == 1:  # a pass of known size becomes vectors without a loop
+            if blocks == 1:  # a pass of known size becomes vectors without a loop, if it fills them
                 decode(unit, outer)
                 emitter.define(inner, number(0))
-                emitter.lanes = number(size)
+                whole = -(-size // LANES) * LANES
+                emitter.lanes, emitter.existing = number(whole), number(size) if whole > size else None
                 emitter.run(body)
                 return
             place = build.srem(unit, number(blocks))

@@ -42,12 +42,14 @@ class Emitter:
     ) -> None:
         self.builder = builder
         self.vector = vector
-        self.lanes: Any = None  # elements of the vector that exist
+        self.lanes: Any = None  # elements that EACH walks
+        self.existing: Any = None  # how many of these exist, where not all do; the others read 0 and store nothing
         self._arrays: dict[str, tuple[Any, str]] = dict(arrays)
         self._functions = functions
         self._scopes = [dict[str, tuple[Any, str]]()]
         self.columns: Callable[[Callable[[], None]], None] | None = None
         self._sums = self._loops = 0  # emitted so far
+        self._walking = False  # inside EACH
 
     # Variables --------------------------------------------------------------------------------------------------------
 
@@ -103,7 +105,9 @@ class Emitter:
                 raise LanguageError("no columns")
             self.columns(lambda: self.run(body))
         elif kind == "EACH" and self.lanes is not None:
+            self._walking = True
             self.loop(ll.Constant(I64, 0), self.lanes, "v", lambda: self.run(body))
+            self._walking = False
         elif kind in ("EACH", "FIRST_LANE"):
             self.run(body)
         else:
@@ -130,14 +134,26 @@ class Emitter:
         after = following()
         counter.add_incoming(b.add(counter, ll.Constant(I64, 1), flags=("nsw",)) if after is None else after, b.block)
         again = b.branch(head)
-        if self._sums > sums and self._loops == loops and isinstance(stop, ll.Constant):
+        if self._sums > sums and self._loops == loops and isinstance(stop, ll.Constant) and not self._walking:
             _in_order(again, stop.constant)
         self._loops += 1
         b.position_at_end(behind)
 
     def _assign(self, target: lang.Name | lang.Index, value: lang.Expression) -> None:
         place, kind = self._place(target)
-        self.builder.store(self._stored(self.expression(value), kind), place)
+        found = self._stored(self.expression(value), kind)
+        if not self._is_padded(target):
+            self.builder.store(found, place)
+            return
+        with self.builder.if_then(self._exists()):
+            self.builder.store(found, place)
+
+    def _is_padded(self, target: lang.Name | lang.Index) -> bool:
+        """Whether lanes that do not exist must leave an element of a kernel's operand alone."""
+        return self.existing is not None and self._walking and isinstance(target, lang.Index) and target.array in self._arrays
+
+    def _exists(self) -> Any:
+        return self.builder.icmp_signed("<", self._name("v").value, self.existing)
 
     def _stored(self, value: Typed, kind: str) -> Any:
         return value.value if kind in ("half_bits", "bfloat_bits") else self.to(kind, value)
@@ -164,7 +180,15 @@ class Emitter:
                 return self._name(text)
             case lang.Index():
                 place, kind = self._place(node)
-                return Typed(self.builder.load(place, typ=KINDS[kind][0]), kind)
+                if not self._is_padded(node):
+                    return Typed(self.builder.load(place, typ=KINDS[kind][0]), kind)
+                before, zero = self.builder.block, ll.Constant(KINDS[kind][0], None)
+                with self.builder.if_then(self._exists()):
+                    found, inside = self.builder.load(place, typ=KINDS[kind][0]), self.builder.block
+                value = self.builder.phi(KINDS[kind][0])
+                value.add_incoming(found, inside)
+                value.add_incoming(zero, before)
+                return Typed(value, kind)
             case lang.Unary(sign, value):
                 return self._unary(sign, self.expression(value))
             case lang.Binary(sign, left, right):

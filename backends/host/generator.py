@@ -18,6 +18,9 @@ from graphc.ir.facts import size_of
 
 VECTOR = 16
 LANES = 8
+"""Rows that a pass over fewer than ``VECTOR`` is filled up to in multiples: the missing ones read nothing and store nothing."""
+
+NARROWEST = 3
 """Fewest neighbouring rows for a pass over several: beside fewer, vectors go along the columns, however far apart these lie."""
 
 FEWEST = 8
@@ -53,7 +56,7 @@ class HostGenerator(Generator):
         source = self.source()
         if self.spec.axes and self._columns_lie_apart():
             inner, size = self.innermost("rows")
-            if inner is not None and size >= LANES:
+            if inner is not None and size >= NARROWEST:
                 self.form = Form(vector=VECTOR, variable=inner, strided=True)
                 self._begin()
                 source = self.source()

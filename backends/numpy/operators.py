@@ -8,6 +8,7 @@ GlobalLpPool          missing
 GlobalMaxPool         reduces other axes than the spatial ones, unless there are two
 GatherElements        along an axis of one element
 LRN                   sums around the sample's index instead of the channel's; four dimensions only
+Mean                  of operands that broadcast
 LpNormalization       p = 1 without absolute values, axis = 0
 Erf, GroupNormalization, LayerNormalization, AffineGrid   float32 inside whatever the type
 ====================  ========================================================================================
@@ -17,6 +18,7 @@ The evaluator finds the classes by the names of the ops; attributes come as keyw
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -137,6 +139,14 @@ class GatherElements(_Operator):
         places = list(np.indices(indices.shape, sparse=True))
         places[axis] = indices
         return (data[tuple(places)],)
+
+
+class Mean(_Operator):
+    """The mean of the operands, which broadcast."""
+
+    def _run(self, *operands: Array) -> tuple[Array, ...]:
+        total = functools.reduce(np.add, operands)
+        return (np.asarray(total / len(operands), total.dtype),)
 
 
 class ConvTranspose(_Operator):
@@ -260,6 +270,7 @@ REPAIRED: tuple[type[OpRun], ...] = (
     LpNormalization,
     LpPool,
     MaxPool,
+    Mean,
     Optional,
     OptionalGetElement,
     Scan,

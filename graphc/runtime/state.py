@@ -356,11 +356,11 @@ class State:
         self._written()
 
     def _first(self, name: str, values: Mapping[str, Array] | None) -> Array:
-        if values is None:
-            return self.initial(name)
-        if name in values:
+        if values is not None and name in values:
             return values[name]
-        master = next(wide for wide, lows in self.copies.items() if name in lows)
+        master = next((wide for wide, lows in self.copies.items() if name in lows), None)
+        if values is None or master is None:  # what does not train is in no checkpoint
+            return self.initial(name)
         return values[master].astype(self._spec(name)[1])
 
     def replicated(self) -> dict[str, Array]:

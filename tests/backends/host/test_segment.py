@@ -19,7 +19,10 @@ import graphc
 from graphc.backend import BACKENDS, Backend, make_backend
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import compile_segment
+from graphc.backends.host.segment_code import KernelPart
+from graphc.device import aligned_zeros
 from tests.backends.fusion.fusion_cases import CASES, legal_case
+from tests.backends.guard_pages import Side, guarded
 from tests.backends.host.segment_models import results_of, text
 from tests.conformance.suite import plain
 
@@ -152,7 +155,7 @@ def test_a_mask_over_rows_side_by_side_is_added_up_along_distant_columns(backend
     np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], np.minimum(x, 0.5).sum(0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("neighbours", [1, 3, 4, 7, 8, 9, 17])
+@pytest.mark.parametrize("neighbours", [1, 2, 3, 4, 7, 8, 9, 12, 15, 17])
 @pytest.mark.parametrize("columns", [5, 64, 131])
 def test_reductions_over_an_axis_in_front_of_a_few_elements(columns: int, neighbours: int, backend: Backend) -> None:
     proto = text(
@@ -165,6 +168,24 @@ def test_reductions_over_an_axis_in_front_of_a_few_elements(columns: int, neighb
     high, e = whole.max(1, keepdims=True), np.exp(whole - whole.max(1, keepdims=True))
     expected = e / e.sum(1, keepdims=True) * high + whole.sum(1, keepdims=True)
     np.testing.assert_allclose(results_of(proto, {"x": x}, backend)["y"], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("neighbours", [3, 12])
+@pytest.mark.parametrize("kind", ["float", "double", "int32"])
+def test_lanes_that_fill_up_a_vector_touch_no_memory(kind: str, neighbours: int, backend: Any) -> None:
+    """Arrays lie beside closed pages; an access beyond them ends the process."""
+    proto = text("axis = Constant <value = int64[1] {1}> () s = ReduceSum (x, axis) y = Mul (x, s)", f"3,20,{neighbours}")
+    types = {"float": np.float32, "double": np.float64, "int32": np.int32}
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.elem_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(types[kind]))
+    x = np.random.default_rng(0).integers(-9, 9, (3, 20, neighbours)).astype(types[kind])
+    code = compile_segment(proto)
+    assert all(isinstance(part, KernelPart) for part in code.parts)
+    sides: tuple[Side, Side] = ("before", "behind")
+    for side in sides:
+        y = guarded(np.zeros_like(x), side)
+        code.bind({"x": guarded(x, side)}, {"y": y}, backend.pool, backend.bind_session, aligned_zeros, {})()
+        np.testing.assert_array_equal(y, x * x.sum(1, keepdims=True, dtype=x.dtype))
 
 
 def test_a_reshaped_value_that_a_larger_one_shares_is_stored_before_its_reshape(backend: Backend) -> None:

@@ -1,0 +1,98 @@
+"""Every strategy beside one worker of the numpy backend, on random graphs: the loss, and a step of every parameter."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphc
+from graphc.distributed.threads import run_threads
+from graphc.errors import UsageError
+from graphc.mesh import Mesh
+from tests.conformance.batched_graphs import BatchedGraph, cut
+
+pytest.importorskip("onnxruntime")
+
+SAMPLES = 7
+"""An odd number, so that shares and micro-batches are uneven."""
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "micro-batches": {"accumulate": 2},
+    "recomputed": {"recompute": "all"},
+    "mirrored": {"mesh": Mesh(data=3)},
+    "zero-1": {"mesh": Mesh(data=2), "strategy": "zero:stage=1"},
+    "zero-3": {"mesh": Mesh(data=2), "strategy": "zero:stage=3"},
+    "zero-3, recomputed, micro-batches": {
+        "mesh": Mesh(data=2), "strategy": "zero:stage=3", "recompute": "cheap", "accumulate": 2,
+    },
+    "central storage": {"mesh": Mesh(data=2), "strategy": "central_storage"},
+    "tensor": {"mesh": Mesh(tensor=2)},
+    "tensor, sequence": {"mesh": Mesh(data=2, tensor=2), "shard": ["auto:sequence"]},
+    "pipeline": {"mesh": Mesh(pipe=2), "accumulate": 2},
+    "zero-bubble pipeline": {"mesh": Mesh(data=2, pipe=2), "accumulate": 2, "schedule": "zero-bubble"},
+}  # fmt: skip
+
+NOT_DIVISIBLE = ("no weight can be divided", "stages are too many", "no float value passes the cut")
+"""What is said of a graph that is too small for a strategy."""
+
+
+def step(graph: BatchedGraph, backend: str, mesh: Mesh | None = None, **options: Any) -> tuple[float, dict[str, Any]]:
+    """The loss of one step of SGD, and the change of every parameter; replicas must be equal."""
+    loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=1.0)
+    program = graphc.compile(graph.model.clone(), loss=loss, optimizer=optimizer, backend=backend, mesh=mesh, **options)
+
+    def work(comm: Any) -> tuple[float, dict[str, Any], str]:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            before = {name: np.array(value) for name, value in trainer.trained_values().items()}
+            feeds, offset = cut(graph.feeds(SAMPLES), trainer.data_rank, trainer.data_size)
+            found = trainer.step(feeds, offset=offset)["loss"]
+            changes = {name: np.array(value) - before[name] for name, value in trainer.trained_values().items()}
+            return found, changes, trainer.state_sha256()
+
+    results = run_threads(mesh.size, work) if mesh is not None else [work(None)]
+    assert len({digest for _, _, digest in results}) == 1, graph.text
+    return results[0][:2]
+
+
+@functools.cache
+def expected(seed: int) -> tuple[BatchedGraph, float, dict[str, Any]]:
+    graph = BatchedGraph(seed)
+    return graph, *step(graph, "numpy")
+
+
+def check(seed: int, strategy: str) -> None:
+    graph, loss, changes = expected(seed)
+    if not np.isfinite(loss) or loss > 100:
+        return  # compares rounding
+    try:
+        found, got = step(graph, "onnxruntime:fuse_small=true", **STRATEGIES[strategy])
+    except UsageError as error:
+        if not any(text in str(error) for text in NOT_DIVISIBLE):
+            raise
+        return
+    assert found == pytest.approx(loss, rel=1e-4, abs=1e-4), graph.text
+    for name, change in changes.items():
+        scale = np.abs(change).max()
+        np.testing.assert_allclose(got[name], change, rtol=0, atol=1e-3 * scale + 3e-5, err_msg=f"{name}\n{graph.text}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_on_random_graphs(strategy: str, seed: int) -> None:
+    """Four graphs each, other ones for each strategy."""
+    first = 100 * list(STRATEGIES).index(strategy) + 4 * seed
+    for k in range(first, first + 4):
+        check(k, strategy)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("first", range(2000, 2400, 40))
+def test_more_random_graphs(first: int) -> None:
+    for seed in range(first, first + 40):
+        for strategy in STRATEGIES:
+            check(seed, strategy)
