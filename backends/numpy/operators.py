@@ -136,7 +136,7 @@ class GatherElements(_Operator):
     """Elements by their index along an axis; a negative one counts from its end."""
 
     def _run(self, data: Array, indices: Array, axis: int = 0) -> tuple[Array, ...]:
-        places = list(np.indices(indices.shape, sparse=True))
+        places: list[Array] = list(np.indices(indices.shape, sparse=True))
         places[axis] = indices
         return (data[tuple(places)],)
 

@@ -1,8 +1,10 @@
-"""Every strategy beside one worker of the numpy backend, on random graphs: the loss, and a step of every parameter."""
+"""Every strategy, and the GPU backend, beside one worker of the numpy backend on random graphs: the loss and a step."""
 
 from __future__ import annotations
 
 import functools
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import graphc
 from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
 from graphc.mesh import Mesh
+from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.conformance.batched_graphs import BatchedGraph, cut
 
 pytest.importorskip("onnxruntime")
@@ -64,12 +67,12 @@ def expected(seed: int) -> tuple[BatchedGraph, float, dict[str, Any]]:
     return graph, *step(graph, "numpy")
 
 
-def check(seed: int, strategy: str) -> None:
+def check(seed: int, strategy: str, backend: str = "onnxruntime:fuse_small=true") -> None:
     graph, loss, changes = expected(seed)
     if not np.isfinite(loss) or loss > 100:
         return  # compares rounding
     try:
-        found, got = step(graph, "onnxruntime:fuse_small=true", **STRATEGIES[strategy])
+        found, got = step(graph, backend, **STRATEGIES[strategy])
     except UsageError as error:
         if not any(text in str(error) for text in NOT_DIVISIBLE):
             raise
@@ -88,6 +91,22 @@ def test_a_strategy_on_random_graphs(strategy: str, seed: int) -> None:
     first = 100 * list(STRATEGIES).index(strategy) + 4 * seed
     for k in range(first, first + 4):
         check(k, strategy)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("first", range(3000, 3040, 10))
+def test_kernels_for_a_gpu_compute_on_the_host_what_is_expected(first: int, register_backend: Callable[..., None]) -> None:
+    register_backend("pretended", lambda **_: cupy_on(HostDevice()))
+    for seed in range(first, first + 10):
+        check(seed, "alone", "pretended")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", range(3100, 3120, 10))
+def test_a_gpu_computes_what_is_expected(first: int) -> None:
+    for seed in range(first, first + 10):
+        check(seed, "alone", "cupy")
 
 
 @pytest.mark.large

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 
 from graphc.backends.fusion.indexing import row_major
-from graphc.ir.facts import shape_of, size_of
+from graphc.ir.facts import required, shape_of, size_of
 
 DOMAIN = "graphc.cupy"
 """Domain of the nodes that stand for products inside a segment; they never leave it."""
@@ -82,7 +82,9 @@ class Matrix:
     offset: int = 0
 
     def turned(self) -> Matrix:
-        return replace(self, rows=self.columns, columns=self.rows, row_step=self.column_step, column_step=self.row_step)
+        """The transpose of a usable matrix. Of one row or column, the step that leads nowhere changes."""
+        other = replace(self, rows=self.columns, columns=self.rows, row_step=self.column_step, column_step=self.row_step)
+        return required(other.usable())
 
     def usable(self) -> Matrix | None:
         """The same matrix with steps that the library accepts; None if there are none."""

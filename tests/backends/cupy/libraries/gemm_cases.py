@@ -119,6 +119,8 @@ CASES = {
     "a weight gradient is written transposed": (
         "(float[4,6,8] x, float[4,6,5] dy) => (float[5,8] y) {"
         " a = Flatten<axis=2>(x)  b = Flatten<axis=2>(dy)  g = Gemm<transA=1>(a, b)  y = Transpose<perm=[1, 0]>(g) }", 0),
+    "an operand of one row is turned with its result": (
+        "(float[48,1] x, float[1,5] w) => (float[5,48] y) { g = MatMul(x, w)  y = Transpose<perm=[1, 0]>(g) }", 0),
     "one weight for all of a batch is one product": (
         "(float[4,6,8] x, float[8,5] w) => (float[4,6,5] y) { y = MatMul(x, w) }", 0),
     "a sum of two products goes through C": (
