@@ -123,6 +123,7 @@ class Values:
         if scope is self._row and self.form.strided:
             scope.heads.append(f"{kind} {name}[VECTOR];")
             scope.lines.append(f"{name}[v] = {text};")
+            self._varying.add(f"{name}[v]")  # the name of a variable, where it is an index
             return f"{name}[v]"
         if self._varies(text):
             self._varying.add(name)

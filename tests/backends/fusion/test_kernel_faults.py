@@ -190,3 +190,17 @@ def test_joined_sums_of_two_types_fit_into_the_memory_of_a_block() -> None:
         outputs = f"float[500,{columns}] dx, bfloat16[500,{columns}] dl, double[{columns}] ds, float[{columns}] db"
         found = [call for call in kernels(f"({inputs}) => ({outputs}) {sums}") if call.source.totals]
         assert bool(found) == joined
+
+
+@needs_compiler
+def test_an_index_of_each_row_is_read_inside_the_loop_over_rows() -> None:
+    """Rows side by side have an index each, which ends in an address that depends on nothing else of the row."""
+    text = """(float[6,12,12] x, int64[24] i, int64[24] j, float[6,24,24] z) => (float[1,1,24] y) {
+      a = Gather<axis=1>(x, i) b = Gather<axis=2>(a, j) c = Tanh(b) t = Mul(c, z)
+      axes = Constant<value_ints=[0, 1]>() y = ReduceSum(t, axes)
+    }"""
+    rng = np.random.default_rng(0)
+    x, z = rng.standard_normal((6, 12, 12)).astype(np.float32), rng.standard_normal((6, 24, 24)).astype(np.float32)
+    i, j = rng.integers(-12, 12, 24), rng.integers(-12, 12, 24)
+    expected = (np.tanh(x[:, i][:, :, j]) * z).sum((0, 1), keepdims=True)
+    np.testing.assert_allclose(emulated(text, x=x, i=i, j=j, z=z)["y"], expected, rtol=1e-4, atol=1e-4)
