@@ -125,6 +125,18 @@ def bind_inputs(
         maker.constant(fed[name], array_of(fed[name], given, axes.get(name)), axes.get(name), size, batch)
 
 
+def choices(graph: ir.Graph) -> list[str]:
+    """Inputs that are one whole number or truth value: a branch that their value rules out may not fit the other feeds."""
+    return [
+        value.name or ""
+        for value in graph.inputs
+        if isinstance(value.type, ir.TensorType)
+        and value.dtype is not None
+        and value.dtype.numpy().kind in "iub"
+        and dims(value) in ((), (1,))
+    ]
+
+
 def _checked_axis(value: ir.Value, axis: int) -> int:
     found = dims(value)
     if found is None or not 0 <= axis < len(found):

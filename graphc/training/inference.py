@@ -20,6 +20,7 @@ from graphc.backend import Backend, make_backend
 from graphc.compiler import ModelSource
 from graphc.distributed.world import available_cores
 from graphc.errors import DataDependentShapeError, FeedError, GraphcError, NewerOpsetError, nearest
+from graphc.ir.bound_inputs import bind_inputs, choices
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.serialize import to_proto
 from graphc.options import ReadOptions
@@ -65,6 +66,7 @@ def run_model(
     try:
         legal = original.clone()
         _fed_initializers_are_inputs(legal.graph, given)
+        bind_inputs(legal, {name: given[name] for name in choices(legal.graph) if np.size(given[name]) == 1}, {}, {})
         try:
             run(legal, [PassCall("legalize"), PassCall("draws", {"seed": secrets.randbits(63)}), PassCall("simplify")])
         except NewerOpsetError:

@@ -27,6 +27,10 @@ _OF_ONE = frozenset({"Sum", "Max", "Min", "Mean", "Concat"})
 
 def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     """Rewrite ``node`` to its canonical form; returns new output values where the node had to be replaced."""
+    if node.op_type == "Resize":  # of opset 11: an operand that is left out is an empty tensor
+        for k, value in enumerate(node.inputs):
+            if k and value is not None and dims(value) == (0,):
+                node.replace_input_with(k, None)
     while node.inputs and node.inputs[-1] is None:
         node.resize_inputs(len(node.inputs) - 1)
     for k in index_operands(node.op_type, OPSET) if node.domain == "" else ():
