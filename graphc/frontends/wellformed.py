@@ -152,7 +152,7 @@ def _check_values(node: ir.Node) -> None:
             continue
         allowed = _CHOICES.get((node.op_type, name)) or _CHOICES.get(("", name))
         if allowed is not None and attr.type == ir.AttributeType.STRING and attr.value not in allowed:
-            _fail(node, f"the attribute {name!r} is {attr.value!r}; it may be {', '.join(sorted(allowed))}")
+            _fail(node, f"the attribute {name!r} is {attr.value!r}; it may be {', '.join(sorted(filter(None, allowed)))}")
         rule = _RANGES.get((node.op_type, name)) or _RANGES.get(("", name))
         if rule is not None:
             holds, expected = rule
@@ -268,7 +268,7 @@ _RANGES: Mapping[tuple[str, str], _Rule] = {
 }
 """(op, attribute) → check of the value, and what is expected; an empty op stands for every op."""
 
-_CONV = frozenset({"NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"})
+_CONV = frozenset({"NOTSET", "", "SAME_UPPER", "SAME_LOWER", "VALID"})
 _SCATTER = frozenset({"none", "add", "mul", "max", "min"})
 _LOSSES = frozenset({"none", "mean", "sum"})
 _CHOICES: Mapping[tuple[str, str], frozenset[str]] = {

@@ -130,7 +130,7 @@ def explicit_pads(node: ir.Node) -> bool:
     auto = node.attributes["auto_pad"].as_string() if "auto_pad" in node.attributes else "NOTSET"
     transposed = node.op_type == "ConvTranspose"
     wanted = _ints(node, "output_shape") if transposed else None
-    if auto == "NOTSET" and wanted is None:
+    if auto in ("NOTSET", "") and wanted is None:
         node.attributes.pop("auto_pad", None)
         return True
     kernel = _kernel(node)

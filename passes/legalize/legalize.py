@@ -52,7 +52,14 @@ from graphc.passes.legalize.structure import (
     remove_dead,
     untyped,
 )
-from graphc.passes.legalize.subgraphs import decided_branch, hoist_initializers, name_constants, name_inputs
+from graphc.passes.legalize.subgraphs import (
+    decided_branch,
+    hoist_initializers,
+    name_constants,
+    name_inputs,
+    scalar_condition,
+    scalar_counts,
+)
 from graphc.passes.parameters.promote import filler_nodes, promote
 from graphc.pipeline import Context, graph_pass
 
@@ -135,10 +142,15 @@ def _convert(
     op = inner or Builder(graph)
     for node in list(graph):
         op.before, op.scope = node, node.name or node.op_type
+        loops = node.domain == "" and node.op_type == "Loop"
+        if loops:
+            scalar_counts(op, node)
         if node.domain == "" and node.op_type in CONTROL and not (node.op_type == "Scan" and version < 9):
             type_body_inputs(node.op_type, node.inputs, node.attributes)
         for body in reachable_bodies(node):
             _convert(body, version, imports, annotations, op.inside(body))
+        if loops:
+            scalar_condition(op, node)
         replaced = _replacement(op, node, version, annotations)
         if replaced is not None:
             for old, new in zip(node.outputs, replaced, strict=False):

@@ -82,6 +82,30 @@ def decided_branch(
     return None
 
 
+def scalar_counts(op: Builder, node: ir.Node) -> None:
+    """Make a Loop's trip count and condition scalars, and the body's inputs for them; files hold them as one element, too."""
+    body = node.attributes["body"].as_graph()
+    for k, dtype in enumerate((ir.DataType.INT64, ir.DataType.BOOL)):
+        value, formal = node.inputs[k] if k < len(node.inputs) else None, body.inputs[k]
+        if value is not None and dims(value) == (1,):
+            node.replace_input_with(k, op.Squeeze(value, [0]))
+        if dims(formal) == (1,):
+            formal.type, formal.shape, users = ir.TensorType(dtype), ir.Shape([]), list(formal.uses())
+            if users:
+                inner = op.inside(body)
+                inner.before = body[0]
+                row = inner.Unsqueeze(formal, [0])
+                for user, index in users:
+                    user.replace_input_with(index, row)
+
+
+def scalar_condition(op: Builder, node: ir.Node) -> None:
+    """Make the condition that a Loop's converted body returns a scalar."""
+    body = node.attributes["body"].as_graph()
+    if dims(body.outputs[0]) == (1,):
+        body.outputs[0] = op.inside(body).Squeeze(body.outputs[0], [0])
+
+
 @until(9, "Scan")
 def batched_scan(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     """Rewrite the Scan of opset 8, which runs over each sample of a batch, as a Scan over samples of a Scan over time.

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 import graphc
 from graphc import frontends
 from graphc.cli import main
-from graphc.errors import ModelError, UnsupportedOpError
+from graphc.errors import FeedError, ModelError, UnsupportedOpError
 from graphc.ir.facts import dims
 from graphc.pipeline import Context, PassCall
 from graphc.pipeline import run as run_passes
@@ -185,6 +185,43 @@ def test_a_branch_captures_a_weight_which_trains(tmp_path: Path) -> None:
     w = torch.tensor(weights["w"], requires_grad=True)
     torch.nn.functional.mse_loss(torch.tensor(x) * w, torch.tensor(t)).backward()
     np.testing.assert_allclose(got["w"], (w - 0.1 * w.grad).detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_loop_may_count_by_tensors_of_one_element(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 6, opset_import: ["" : 11]> counted (float[n,3] x) => (float[n,3] y)
+        <int64[1] count = {3}, bool[1] on = {1}, float[3] w = {0.5, 1.5, 0.25}> {
+          y, every = Loop (count, on, x) <body = step (int64[1] k, bool[1] going, float[n,3] s)
+            => (bool[1] more, float[n,3] z, float[1] f) {
+            more = Identity (going)
+            f = Cast <to = 1> (k)
+            scaled = Mul (s, w)
+            z = Add (scaled, f)
+          }>
+        }""")
+    x, w = normal(4, 3), np.array([0.5, 1.5, 0.25], np.float32)
+    expected = ((x * w) * w + 1) * w + 2
+    np.testing.assert_allclose(run_model(model, {"x": x})["y"], expected, rtol=1e-6)
+    gradient = (2 * expected / x.size * (3 * x * w**2 + 1)).sum(0)
+    np.testing.assert_allclose(
+        train(model, {"x": x, "t": np.zeros_like(x)}, tmp_path / "m.onnx")["w"], w - 0.1 * gradient, rtol=1e-5
+    )
+
+
+def test_an_input_rules_out_a_branch_that_does_not_fit_the_others(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]> rates (float[n,t] x, int64 rate) => (float[n,u] y)
+        <int64 low = {8}, float[4,2] w = {1, 2, 3, 4, 5, 6, 7, 8}, float[2,2] v = {1, 2, 3, 4}> {
+          slow = Equal (rate, low)
+          y = If (slow) <then_branch = a () => (float[n,u] p) { p = MatMul (x, v) },
+                         else_branch = b () => (float[n,u] q) { q = MatMul (x, w) }>
+        }""")
+    w = numpy_helper.to_array(model.graph.initializer[1])
+    x = normal(3, 4)
+    np.testing.assert_allclose(run_model(model, {"x": x, "rate": np.array(16)})["y"], x @ w, rtol=1e-5)
+    feeds = {"x": x, "rate": np.array(16), "t": np.zeros((3, 2), np.float32)}
+    with pytest.raises(FeedError, match=r"if the value of 'rate' rules the branch out, say so with inputs=\{'rate': …\}"):
+        train(model, feeds, tmp_path / "m.onnx")
 
 
 def test_function_local_models_train(tmp_path: Path) -> None:

@@ -168,6 +168,11 @@ SINGLE: dict[str, tuple[int, list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         {"scales": np.array([1, 1, 2, 2], F32)},
     ),
     "resize 10": (10, [helper.make_node("Resize", ["x", "scales"], ["y"])], {"scales": np.array([1, 1, 2, 1.5], F32)}),
+    "resize to a size": (
+        11,
+        [helper.make_node("Resize", ["x", "none", "none", "sizes"], ["y"])],
+        {"none": np.zeros(0, F32), "sizes": np.array([2, 3, 9, 4])},
+    ),
     "sum of one": (8, [helper.make_node("Sum", ["x"], ["y"])], {}),
     "conv transpose, same": (
         11,
@@ -185,6 +190,7 @@ SINGLE: dict[str, tuple[int, list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         {"w": normal(3, 2, 3, 3)},
     ),
     "conv, valid": (11, [helper.make_node("Conv", ["x", "w"], ["y"], auto_pad="VALID")], {"w": normal(2, 3, 3, 3)}),
+    "conv, no padding by name": (11, [helper.make_node("Conv", ["x", "w"], ["y"], auto_pad="")], {"w": normal(2, 3, 3, 3)}),
     "average pool, same": (
         10,
         [helper.make_node("AveragePool", ["x"], ["y"], auto_pad="SAME_UPPER", kernel_shape=[3, 3], strides=[2, 2])],
