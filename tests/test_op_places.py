@@ -8,6 +8,7 @@ are not counted: a rule that creates an op does not change with how the op is co
 * ``passes`` except ``gradients``, ``backends/cupy/rewrite`` except ``rules``, ``backends/host/rewrites.py``: a rewrite matches
   particular ops
 * ``graphc/frontends``, ``graphc/ir/opset_adapters.py``: they translate what other programs wrote
+* ``graphc/ir/refined_shapes.py``: the sizes that ONNX's inference leaves open
 * ``graphc/plan/node_costs.py``, ``graphc/report/step_measure.py``: what is known of the time of products
 * ``graphc/cli``: diagnostics that explain a model's ops to a person
 """
@@ -57,7 +58,7 @@ MATCHED = {
 def _counts(path: str) -> bool:
     if path.startswith(("backends/numpy/", "backends/onnxruntime/", "graphc/frontends/", "graphc/cli/")):
         return False
-    if path in ("graphc/ir/opset_adapters.py", "graphc/ir/index_operands.py"):  # facts of ONNX's schemas
+    if path in ("graphc/ir/opset_adapters.py", "graphc/ir/index_operands.py", "graphc/ir/refined_shapes.py"):  # facts of ONNX
         return False
     if path == "graphc/ir/numpy_ops.py":  # a shorter way to what ONNX's evaluator computes
         return False

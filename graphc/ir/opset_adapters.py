@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import describe, dims, input_of, required, unknown_rank
+from graphc.ir.facts import constant, describe, dims, input_of, required, unknown_rank
 
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
@@ -40,6 +40,8 @@ def until(opset: int, *op_types: str) -> Callable[[Adapter], Adapter]:
 
 def adapt(op: Builder, node: ir.Node, version: int) -> Sequence[ir.Value] | None:
     """Adapt a standard node of opset ``version``; returns new output values when it was replaced."""
+    if version < 7:
+        take(node, "consumed_inputs")  # inputs whose memory the output might take
     for opset, adapter in ADAPTERS.get(node.op_type, ()):
         if version < opset:
             replaced = adapter(op, node)
@@ -86,6 +88,7 @@ def became_inputs(opset: int, *op_types: str, **types: Any) -> None:
     until(opset, *op_types)(adapter)
 
 
+became_inputs(5, "Reshape", shape=np.int64)
 became_inputs(10, "Upsample", scales=np.float32)
 became_inputs(10, "Slice", starts=np.int64, ends=np.int64, axes=np.int64)
 became_inputs(11, "Clip", min=None, max=None)
@@ -93,6 +96,39 @@ became_inputs(13, "Squeeze", "Unsqueeze", "ReduceSum", axes=np.int64)
 became_inputs(13, "Split", split=np.int64)
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare")
 became_inputs(18, *(f"Reduce{name}" for name in _REDUCTIONS), axes=np.int64)
+
+
+@until(2, "GlobalLpPool", "LpPool")
+def lp_pool_1(op: Builder, node: ir.Node) -> None:
+    node.attributes["p"] = ir.AttrInt64("p", int(take(node, "p", 2.0)))
+
+
+@until(2, "Pad")
+def pad_1(op: Builder, node: ir.Node) -> None:
+    node.attributes["pads"] = ir.AttrInt64s("pads", take(node, "paddings"))
+
+
+@until(4, "Concat")
+def concat_1(op: Builder, node: ir.Node) -> None:
+    node.attributes.setdefault("axis", ir.AttrInt64("axis", 1))
+
+
+@until(6, "Cast")
+def cast_1(op: Builder, node: ir.Node) -> None:
+    """The type was a text."""
+    node.attributes["to"] = ir.AttrInt64("to", ir.DataType[take(node, "to").upper()])
+
+
+@until(6, "Tile")
+def tile_1(op: Builder, node: ir.Node) -> None:
+    """One axis was repeated; both were inputs."""
+    x, (times, axis) = input_of(node), (constant(node.inputs[k]) for k in (1, 2))
+    if x.shape is None or times is None or axis is None:
+        raise ModelError(f"{describe(node)} repeats an axis that is not known; export with opset 6 or newer")
+    repeats = np.ones(len(x.shape), np.int64)
+    repeats[int(axis.reshape(-1)[0])] = int(times.reshape(-1)[0])
+    node.resize_inputs(2)
+    set_input(node, 1, _int64(op, repeats))
 
 
 @until(7, "Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Pow", "Sub", "Xor")
@@ -126,7 +162,7 @@ def _append_ones(op: Builder, node: ir.Node, index: int, count: int) -> None:
 @until(7, "BatchNormalization", "Dropout", "GRU", "Gemm", "LSTM", "RNN")
 def obsolete_6(op: Builder, node: ir.Node) -> None:
     """Removes attributes that opset 7 dropped; the number of outputs replaced them."""
-    for name in ("is_test", "broadcast", "output_sequence", "consumed_inputs"):
+    for name in ("is_test", "broadcast", "output_sequence"):
         take(node, name)
 
 

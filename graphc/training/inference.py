@@ -66,7 +66,9 @@ def run_model(
     try:
         legal = original.clone()
         _fed_initializers_are_inputs(legal.graph, given)
-        bind_inputs(legal, {name: given[name] for name in choices(legal.graph) if name in given and given[name].size == 1}, {}, {})
+        bind_inputs(
+            legal, {name: given[name] for name in choices(legal.graph) if name in given and given[name].size == 1}, {}, {}
+        )
         try:
             run(legal, [PassCall("legalize"), PassCall("draws", {"seed": secrets.randbits(63)}), PassCall("simplify")])
         except NewerOpsetError:

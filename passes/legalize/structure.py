@@ -13,15 +13,12 @@ from graphc.ir import OPSET
 from graphc.ir.declare import has_effect
 from graphc.ir.subgraphs import remove_with_bodies
 
-OLDEST = 6
-"""The oldest opset that is converted; older files pass if opset 6 defines their ops in the same way."""
-
 
 def opset_of(model: ir.Model) -> int:
     """The model's ``ai.onnx`` opset.
 
     Raises:
-        ModelError: none is declared, or it is older or newer than can be converted.
+        ModelError: none is declared, or it is newer than can be converted.
     """
     for imports in (model.opset_imports, *(f.opset_imports for f in model.functions.values())):
         if "ai.onnx" in imports:
@@ -30,23 +27,11 @@ def opset_of(model: ir.Model) -> int:
     standard = {n.op_type for n in _all_nodes(model) if n.domain in ("", "ai.onnx")}
     if version is None:
         if standard:
-            raise ModelError(f"the model imports no ai.onnx opset; export it with one between {OLDEST} and {OPSET}")
+            raise ModelError(f"the model imports no ai.onnx opset; export it with one up to {OPSET}")
         return OPSET
-    changed = [op for op in sorted(standard) if version < OLDEST and _changed_before_oldest(op, version)]
-    if version > newest or changed:
-        what = f" for {changed[0]}" if changed else ""
-        raise ModelError(
-            f"opset {version} is not supported{what} ({OLDEST} to {newest} are); export the model with opset {OPSET}"
-        )
-    return max(version, OLDEST)
-
-
-def _changed_before_oldest(op_type: str, version: int) -> bool:
-    """Whether opset ``version`` defines the op differently from the oldest convertible opset."""
-    if not (onnx.defs.has(op_type, version) and onnx.defs.has(op_type, OLDEST)):
-        return True
-    first, second = (onnx.defs.get_schema(op_type, v).since_version for v in (version, OLDEST))
-    return first != second
+    if version > newest:
+        raise ModelError(f"opset {version} is not supported, {newest} is the newest; export the model with opset {OPSET}")
+    return max(version, 1)
 
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:

@@ -271,6 +271,44 @@ def legalise(model: onnx.ModelProto) -> Context:
     return context
 
 
+@pytest.mark.parametrize("opset", [1, 3, 5])
+def test_the_first_opsets_follow_pytorch(opset: int, tmp_path: Path) -> None:
+    """Texts, attributes and inputs that opset 6 knows otherwise, in a network as the first exporters wrote them."""
+    init = {"w": normal(4, 3, 3, 3), "s": np.abs(normal(4, seed=1)) + 1, "b": normal(4, seed=2), "m": normal(4, seed=3)}
+    init |= {"v": np.abs(normal(4, seed=4)) + 1, "c": normal(4, seed=5), "w2": normal(5, 144, seed=6), "b2": normal(5, seed=7)}
+    in_place = {"consumed_inputs": [0, 0]} if opset < 6 else {}
+    pads, p = ({"paddings": [0, 0, 1, 1] * 2}, 2.0) if opset == 1 else ({"pads": [0, 0, 1, 1] * 2}, 2)
+    shape = {"shape": [0, -1]} if opset < 5 else {}
+    nodes = [
+        helper.make_node("Pad", ["x"], ["padded"], mode="constant", **pads),
+        helper.make_node("Conv", ["padded", "w"], ["h"], kernel_shape=[3, 3]),
+        helper.make_node("BatchNormalization", ["h", "s", "b", "m", "v"], ["n"], is_test=1, consumed_inputs=[0, 0, 0, 1, 1]),
+        helper.make_node("Add", ["n", "c"], ["a"], broadcast=1, axis=1, **in_place),
+        helper.make_node("Relu", ["a"], ["r"], **in_place),
+        helper.make_node("Dropout", ["r"], ["d", "mask"], is_test=1, ratio=0.5, **in_place),
+        helper.make_node("LpPool", ["d"], ["l"], kernel_shape=[1, 1], p=p),
+        helper.make_node("Cast", ["l"], ["k"], to="FLOAT"),
+        helper.make_node("Concat", ["k", "r"], ["both"], **({} if opset == 1 else {"axis": 1})),
+        helper.make_node("Split", ["both"], ["first", "second"], axis=1),
+        helper.make_node("Sum", ["first", "second"], ["sum"], **in_place),
+        helper.make_node("Reshape", ["sum"] if shape else ["sum", "flat"], ["f"], **shape, **(in_place if shape else {})),
+        helper.make_node("Gemm", ["f", "w2", "b2"], ["y"], transB=1, broadcast=1),
+    ]
+    held = init if shape else {**init, "flat": np.array([0, -1])}
+    model = build(nodes, {"x": [2, 3, 6, 6]}, {"y": [2, 5]}, held, opset=opset, ir_version=3)
+    for name, array in held.items():  # an initializer was an input, too
+        model.graph.input.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape))
+    x = normal(2, 3, 6, 6, seed=9)
+    found = {name: torch.tensor(array) for name, array in init.items()}
+    h = torch.nn.functional.conv2d(torch.tensor(x), found["w"], padding=1)
+    h = torch.nn.functional.batch_norm(h, found["m"], found["v"], found["s"], found["b"])
+    r = (h + found["c"].view(1, 4, 1, 1)).relu()
+    y = torch.nn.functional.linear((2 * r).flatten(1), found["w2"], found["b2"])
+    np.testing.assert_allclose(run_model(model, {"x": x})["y"], y, rtol=1e-4, atol=1e-4)
+    trained = train(model, {"x": x, "t": np.zeros((2, 5), np.float32)}, tmp_path / "trained.onnx")
+    assert not np.array_equal(trained["w"], init["w"])
+
+
 def test_a_cycle_is_named() -> None:
     nodes = [helper.make_node("Add", ["x", "b"], ["a"], name="one"), helper.make_node("Neg", ["a"], ["b"], name="two")]
     with pytest.raises(ModelError, match=r"cycle: .*(one → two|two → one)"):

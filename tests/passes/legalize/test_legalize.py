@@ -127,12 +127,10 @@ def test_an_op_newer_than_the_legal_opset_is_named() -> None:
         legal(ir.from_proto(model))  # one input short, so that its function body does not apply; load would say that
 
 
-@pytest.mark.parametrize(("opset", "message"), [(5, "opset 5 is not supported for Relu"), (None, "imports no ai.onnx opset")])
-def test_opsets_out_of_range(opset: int | None, message: str) -> None:
-    model = build([helper.make_node("Relu", ["x"], ["y"])], {"x": [2]}, ["y"], opset=opset or 9)
-    if opset is None:
-        del model.opset_import[:]
-    with pytest.raises(ModelError, match=message):
+def test_a_file_says_its_opset() -> None:
+    model = build([helper.make_node("Relu", ["x"], ["y"])], {"x": [2]}, ["y"], opset=9)
+    del model.opset_import[:]
+    with pytest.raises(ModelError, match=r"imports no ai.onnx opset"):
         legal(load(model))
 
 
