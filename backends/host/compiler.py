@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from graphc.backends.host import language, object_files
 from graphc.backends.host.emit import Emitter
 from graphc.backends.host.generator import LANES, Loops
 from graphc.backends.host.kinds import I64
+from graphc.backends.host.machine_code import MachineCode, target_machine
 from graphc.backends.host.mathematics import Mathematics
 from graphc.backends.host.processor import processor
+from graphc.distributed.world import find_world, threads_for
 from graphc.ir.facts import dtype_of
 
 POINTER = ll.PointerType()
@@ -202,25 +204,15 @@ class Compiler:
     """Compiles modules for this processor."""
 
     def __init__(self) -> None:
-        llvm.initialize_native_target()
-        llvm.initialize_native_asmprinter()
         self._lock = threading.Lock()
         wanted = processor()
-        target = llvm.Target.from_triple(llvm.get_process_triple())
-        make = functools.partial(target.create_target_machine, cpu=wanted.name, features=wanted.features, opt=3, jit=True)
-        self._machine = make()
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), make())
+        self._code = MachineCode(threads_for(find_world()))
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
         self._functions: dict[str, Function] = {}
         self._awaited: dict[str, Future[bytes]] = {}
-        # LLVM takes one call at a time, and leaves the interpreter to whoever writes the next kernel's text meanwhile
-        self._behind = ThreadPoolExecutor(1, "graphc-compiler")
-        os.register_at_fork(after_in_child=self._begin_again)
+        os.register_at_fork(after_in_child=self._code.begin)
         self._addresses: dict[str, int] = {}
         self._version = f"{wanted.name}{wanted.features}{llvm.llvm_version_info}{_own_text()}"
-
-    def _begin_again(self) -> None:
-        """Start another thread: a forked process has none of its parent's."""
-        self._behind = ThreadPoolExecutor(1, "graphc-compiler")
 
     def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
         """Begin to compile a kernel, or find it.
@@ -237,7 +229,8 @@ class Compiler:
                     self._functions[name] = self._function(code, name)
                 else:
                     text = str(module_of(source, loops, name))
-                    self._awaited[name] = self._behind.submit(self._kept, name, lambda: self._machine_code(text))
+                    keep = functools.partial(object_files.write_cached, f"{name}.o")
+                    self._awaited[name] = self._code.submit(text, keep)
         units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
         return HostKernel(name, functools.partial(self._load, name), units, elements)
 
@@ -297,7 +290,7 @@ class Compiler:
         name = "c" + hashlib.sha256(f"{key}{module('f')}{self._version}".encode()).hexdigest()[:24]
         with self._lock:
             if name not in self._addresses:
-                self._addresses[name] = self._address(name, lambda: self._machine_code(module(name)))
+                self._addresses[name] = self._address(name, lambda: self._code.now(module(name)))
             return self._addresses[name]
 
     def _address(self, name: str, make: Callable[[], bytes]) -> int:
@@ -309,19 +302,6 @@ class Compiler:
         code = make()
         object_files.write_cached(f"{name}.o", code)
         return code
-
-    def _machine_code(self, module: str) -> bytes:
-        """The object file of a module."""
-        parsed = llvm.parse_assembly(module)
-        options = llvm.create_pipeline_tuning_options(speed_level=3)
-        options.loop_vectorization = options.slp_vectorization = options.loop_interleaving = True
-        options.loop_unrolling = False  # a third of the time to compile, and loops that are vectors gain nothing by it
-        builder = llvm.create_pass_builder(self._machine, options)
-        parsed.triple, parsed.data_layout = self._machine.triple, str(self._machine.target_data)
-        parsed.verify()
-        passes = builder.getModulePassManager()
-        passes.run(parsed, builder)
-        return bytes(self._machine.emit_object(parsed))
 
     def _loaded(self, code: bytes, name: str) -> int:
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
