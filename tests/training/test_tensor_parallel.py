@@ -150,6 +150,14 @@ def test_checkpoints_hold_whole_tensors(tmp_path: Path) -> None:
     np.testing.assert_allclose(session.run(None, tokens)[0], alone.run(None, tokens)[0], atol=1e-4)
 
 
+def test_a_divided_weight_that_does_not_train_is_in_no_checkpoint(tmp_path: Path) -> None:
+    mesh, frozen, folder = Mesh(tensor=2), {"freeze": ["table"]}, str(tmp_path / "two")
+    whole = train(None, Mesh(), 4, **frozen)
+    run_threads(2, lambda comm: train(comm, mesh, 2, save=folder, **frozen))
+    for found in run_threads(2, lambda comm: train(comm, mesh, 2, first=2, restore=folder, **frozen)):
+        assert_equal_training(found, whole)
+
+
 @pytest.mark.full
 def test_optimizer_state_is_sharded_over_the_replicas(tmp_path: Path) -> None:
     """ZeRO on the data axis, of shards over the tensor axis; its checkpoint is that of one worker."""
