@@ -25,6 +25,7 @@ from graphc.frontends import wire
 from graphc.frontends.exporter_folding import restore
 from graphc.frontends.external_data import Folders, bind_external, named_folders
 from graphc.frontends.requantize import requantize
+from graphc.frontends.sparse import with_dense_tensors
 from graphc.frontends.tensors import check_inline, inner_tensors
 from graphc.frontends.texts import check_texts
 from graphc.frontends.wellformed import check_wellformed
@@ -186,6 +187,7 @@ def _from_proto(
                 f"Export it with opset_version={newest} or less"
             )
     check_texts(proto, where)
+    proto = with_dense_tensors(proto, where)
     _check_graph(proto.graph, where, apart)
     for tensor in inner_tensors((proto.graph, *proto.functions)):
         check_inline(tensor, where, "tensor")
@@ -209,12 +211,6 @@ def _from_proto(
 
 def _check_graph(graph: onnx.GraphProto, where: str, apart: Collection[int]) -> None:
     """Refuse what the reader would drop silently or fail at."""
-    if graph.sparse_initializer:
-        name = graph.sparse_initializer[0].values.name
-        raise ModelError(
-            f"{where}: initializer {name!r} is sparse, which is not supported; write it as a dense one"
-            " (onnx.numpy_helper.from_array of the whole matrix)"
-        )
     for k, tensor in enumerate(graph.initializer):
         if k not in apart:
             check_inline(tensor, where)

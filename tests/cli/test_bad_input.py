@@ -147,7 +147,7 @@ def sparse(here: Path) -> list[str]:
     dense = onnx.numpy_helper.to_array(model.graph.initializer[0])
     del model.graph.initializer[0]
     values = onnx.numpy_helper.from_array(dense.reshape(-1), "w1")
-    places = onnx.numpy_helper.from_array(np.arange(dense.size), "places")
+    places = onnx.numpy_helper.from_array(np.arange(dense.size) + 1, "places")
     model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, places, dense.shape))
     onnx.save(model, "sparse.onnx")
     return ["check", "sparse.onnx"]
@@ -200,7 +200,7 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
     "text file": (text_file, 1, "no.onnx is no ONNX model"),
     "truncated": (truncated, 1, "cut.onnx"),
     "no such model": (lambda _: ["check", "mpl.onnx"], 1, "did you mean 'mlp.onnx'"),
-    "sparse initializer": (sparse, 1, "initializer 'w1' is sparse"),
+    "a sparse tensor with an index beyond it": (sparse, 1, "has an index beyond it"),
     "names that are no text": (no_text, 1, "is not UTF-8; the file is damaged, export it again"),
     "functions in a circle": (circle, 1, "cannot be inlined"),
     "a training graph": (training_graph, 2, "a training graph already"),

@@ -224,6 +224,43 @@ def test_an_input_rules_out_a_branch_that_does_not_fit_the_others(tmp_path: Path
         train(model, feeds, tmp_path / "m.onnx")
 
 
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("constant", [True, False])
+def test_sparse_tensors_are_read_as_dense_ones(linear: bool, constant: bool, tmp_path: Path) -> None:
+    w = np.zeros((4, 3), np.float32)
+    w[[0, 2, 3], [1, 0, 2]] = 1.5, -2.0, 0.25
+    places = np.flatnonzero(w) if linear else np.argwhere(w)
+    sparse = helper.make_sparse_tensor(
+        numpy_helper.from_array(w[w != 0], "w"), numpy_helper.from_array(places.astype(np.int64), "places"), w.shape
+    )
+    nodes = [helper.make_node("Constant", [], ["w"], sparse_value=sparse)] if constant else []
+    model = build([*nodes, helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": [2, 4]}, {"y": [2, 3]}, opset=13)
+    if not constant:
+        model.graph.sparse_initializer.append(sparse)
+    x = normal(2, 4)
+    np.testing.assert_allclose(run_model(model, {"x": x})["y"], x @ w, rtol=1e-6)
+    trained = train(model, {"x": x, "t": np.zeros((2, 3), np.float32)}, tmp_path / "dense.onnx")
+    np.testing.assert_allclose(trained["w"], w - 0.1 * 2 / 6 * x.T @ (x @ w), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "indices", "message"),
+    [
+        ((4, 3), np.array([12]), "index beyond it"),
+        ((4, 3), np.array([[-1, 0]]), "index beyond it"),
+        ((4, 3), np.array([1, 2]), r"values of shape \[1\] and indices of shape \[2\]"),
+        ((1 << 20, 1 << 20), np.array([0]), "takes more than 2.0 GiB"),
+    ],
+)
+def test_sparse_tensors_that_do_not_fit_are_refused(shape: tuple[int, ...], indices: np.ndarray, message: str) -> None:
+    values = numpy_helper.from_array(np.ones(1, np.float32), "w")
+    model = build([helper.make_node("MatMul", ["x", "w"], ["y"])], {"x": [2, 4]}, {"y": [2, 3]}, opset=13)
+    sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(indices, "places"), shape)
+    model.graph.sparse_initializer.append(sparse)
+    with pytest.raises(ModelError, match=message):
+        frontends.load(model)
+
+
 def test_function_local_models_train(tmp_path: Path) -> None:
     dense = helper.make_function(
         "local", "Dense", ["x", "w", "b"], ["y"],
