@@ -26,6 +26,9 @@ FEW = 4
 MOST = 8
 """Kernels that are compiled at a time; each other process takes 100 MB."""
 
+LIMIT = 60.0
+"""Seconds for a kernel in another process, which takes a tenth of one; a process that is stopped would keep all waiting."""
+
 _HEAD = struct.Struct("<8sq")
 _MARK = b"graphc.o"
 """In front of each length: what a site prints when Python starts is no answer."""
@@ -149,8 +152,13 @@ class _Process:
         to, back = self._process.stdin, self._process.stdout
         assert to is not None
         assert back is not None
-        _write(to, module.encode())
-        return _read(back)
+        limit = threading.Timer(LIMIT, self._process.kill)
+        limit.start()
+        try:
+            _write(to, module.encode())
+            return _read(back)
+        finally:
+            limit.cancel()
 
     def end(self) -> None:
         with contextlib.suppress(OSError):

@@ -202,7 +202,9 @@ def _is_permutation(value: Any, node: ir.Node) -> bool:
 
 
 def _is_dtype(value: Any, node: ir.Node) -> bool:
-    return value in _DTYPES or (isinstance(value, str) and value.upper() in ir.DataType.__members__)  # a text before opset 6
+    if isinstance(value, str):  # before opset 6
+        return value.upper() in {ir.DataType(d).name for d in _DTYPES}
+    return value in _DTYPES
 
 
 _DTYPES = frozenset(int(d) for d in ir.DataType if d != ir.DataType.UNDEFINED)

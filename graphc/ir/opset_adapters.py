@@ -100,7 +100,10 @@ became_inputs(18, *(f"Reduce{name}" for name in _REDUCTIONS), axes=np.int64)
 
 @until(2, "GlobalLpPool", "LpPool")
 def lp_pool_1(op: Builder, node: ir.Node) -> None:
-    node.attributes["p"] = ir.AttrInt64("p", int(take(node, "p", 2.0)))
+    p = float(take(node, "p", 2.0))
+    if not p.is_integer():
+        raise ModelError(f"{describe(node)} has p={p}, and whole numbers alone are supported")
+    node.attributes["p"] = ir.AttrInt64("p", int(p))
 
 
 @until(2, "Pad")
@@ -123,9 +126,10 @@ def cast_1(op: Builder, node: ir.Node) -> None:
 def tile_1(op: Builder, node: ir.Node) -> None:
     """One axis was repeated; both were inputs."""
     x, (times, axis) = input_of(node), (constant(node.inputs[k]) for k in (1, 2))
-    if x.shape is None or times is None or axis is None:
+    rank = len(x.shape) if x.shape is not None else 0
+    if times is None or axis is None or times.size != 1 or axis.size != 1 or not -rank <= axis.reshape(-1)[0] < rank:
         raise ModelError(f"{describe(node)} repeats an axis that is not known; export with opset 6 or newer")
-    repeats = np.ones(len(x.shape), np.int64)
+    repeats = np.ones(rank, np.int64)
     repeats[int(axis.reshape(-1)[0])] = int(times.reshape(-1)[0])
     node.resize_inputs(2)
     set_input(node, 1, _int64(op, repeats))

@@ -124,7 +124,7 @@ def _resize(node: ir.Node) -> Sequence[Dim] | None:
             targets = held(sizes) or targets
     elif (factors := constant(scales)) is not None:
         pairs = zip(factors.reshape(-1).tolist(), axes, strict=False)
-        targets = [product([int(f), source[a]]) if f >= 1 and f == int(f) else None for f, a in pairs]
+        targets = [product([int(f), source[a]]) if f >= 1 and float(f).is_integer() else None for f, a in pairs]
     if len(targets) != len(axes):
         return None
     result = list(source)

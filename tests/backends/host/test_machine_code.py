@@ -51,13 +51,13 @@ def test_one_core_or_few_kernels_start_no_process(cores: int, count: int, monkey
     assert not processes
 
 
-@pytest.mark.parametrize("program", ["", "/no/such/program", "false"])
-def test_without_another_process_this_one_makes_all(program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    texts, machine = modules(30), target_machine()
+@pytest.mark.parametrize("does", ["nothing", "exit 1", "echo a greeting of this site", "exec sleep 100"])
+def test_without_another_process_this_one_makes_all(does: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    texts, machine, program = modules(30), target_machine(), tmp_path / "python"
     expected = [object_file(machine, text) for text in texts]
-    if program == "false":
-        program = str(tmp_path / "false")
-        Path(program).write_text("#!/bin/sh\nexit 1\n")
-        Path(program).chmod(0o700)
-    monkeypatch.setattr(sys, "executable", program)
+    if does != "nothing":
+        program.write_text(f"#!/bin/sh\n{does}\n")
+        program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(machine_code, "LIMIT", 1.0)
     assert made(MachineCode(3), texts) == expected
