@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphc.errors import ModelError
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe, dims, input_of, required, unknown_rank
+from graphc.ir.facts import describe, dims, input_of, required, unknown_rank
 
 Adapter: TypeAlias = "Callable[[Builder, ir.Node], Sequence[ir.Value] | None]"
 
@@ -124,13 +124,14 @@ def cast_1(op: Builder, node: ir.Node) -> None:
 
 @until(6, "Tile")
 def tile_1(op: Builder, node: ir.Node) -> None:
-    """One axis was repeated; both were inputs."""
-    x, (times, axis) = input_of(node), (constant(node.inputs[k]) for k in (1, 2))
+    """One axis was repeated; how often, and which, were inputs of the type of the first."""
+    x, held = input_of(node), [ir.convenience.get_const_tensor(input_of(node, k)) for k in (1, 2)]
+    found = [tensor.numpy().reshape(-1) for tensor in held if tensor is not None and tensor.size == 1]
     rank = len(x.shape) if x.shape is not None else 0
-    if times is None or axis is None or times.size != 1 or axis.size != 1 or not -rank <= axis.reshape(-1)[0] < rank:
+    if len(found) < 2 or not -rank <= found[1][0] < rank:
         raise ModelError(f"{describe(node)} repeats an axis that is not known; export with opset 6 or newer")
     repeats = np.ones(rank, np.int64)
-    repeats[int(axis.reshape(-1)[0])] = int(times.reshape(-1)[0])
+    repeats[int(found[1][0])] = int(found[0][0])
     node.resize_inputs(2)
     set_input(node, 1, _int64(op, repeats))
 

@@ -346,6 +346,16 @@ def test_the_first_opsets_follow_pytorch(opset: int, tmp_path: Path) -> None:
     assert not np.array_equal(trained["w"], init["w"])
 
 
+def test_the_first_tile_repeats_one_axis() -> None:
+    nodes = [helper.make_node("Tile", ["x", "times", "axis"], ["y"])]
+    held = {"times": np.array([2], np.float32), "axis": np.array([1], np.float32)}
+    model, x = build(nodes, {"x": [2, 3]}, {"y": [2, 6]}, held, opset=1, ir_version=3), normal(2, 3)
+    np.testing.assert_array_equal(run_model(model, {"x": x})["y"], np.tile(x, (1, 2)))
+    nodes.append(helper.make_node("LpPool", ["y"], ["z"], kernel_shape=[1], p=2.5))
+    with pytest.raises(ModelError, match=r"p=2\.5, and whole numbers alone are supported"):
+        run_model(build(nodes, {"x": [2, 3]}, {"z": [2, 6]}, held, opset=1, ir_version=3), {"x": x})
+
+
 def test_a_cycle_is_named() -> None:
     nodes = [helper.make_node("Add", ["x", "b"], ["a"], name="one"), helper.make_node("Neg", ["a"], ["b"], name="two")]
     with pytest.raises(ModelError, match=r"cycle: .*(one → two|two → one)"):
