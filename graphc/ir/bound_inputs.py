@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from graphc.atomic_files import open_regular
 from graphc.errors import UsageError, nearest
+from graphc.ir import OPSET
 from graphc.ir.facts import describe_value, dims, dtype_of
 from graphc.ir.model_bytes import limit_of, shown
 from graphc.ir.names import BUFFER
@@ -115,6 +116,8 @@ def bind_inputs(
         if name in constants:
             raise UsageError(f"input {name!r} has a constant value; a scale is for an input that is fed")
         fed[name] = _Maker(graph).scaled(fed[name], scale)
+    if not {"", "ai.onnx"} & model.opset_imports.keys() and all(n.domain not in ("", "ai.onnx") for n in graph.all_nodes()):
+        model.opset_imports[""] = OPSET  # of the constants
     axes = {name: _checked_axis(fed[name], axis) for name, axis in batch_axes.items()}
     leader = next((value for name, value in fed.items() if name not in constants and dims(value)), None)
     size = None if leader is None else (dims(leader) or ())[axes.get(leader.name or "", 0)]
