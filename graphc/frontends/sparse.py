@@ -48,7 +48,9 @@ def _dense(tensor: onnx.SparseTensorProto, where: str, name: str) -> onnx.Tensor
             )
     values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
     count = math.prod(shape)
-    if any(size < 0 for size in shape) or len(shape) > 64 or count * values.dtype.itemsize > DEFAULT_BYTES:
+    if any(size < 0 for size in shape) or len(shape) > 64:
+        raise ModelError(f"{where}: the sparse tensor {name!r} has no shape that a tensor can have: {list(shape)[:8]}")
+    if count * values.dtype.itemsize > DEFAULT_BYTES:
         raise ModelError(f"{where}: the sparse tensor {name!r} of shape {list(shape)} takes more than {shown(DEFAULT_BYTES)}")
     linear = indices.ndim == 1
     if indices.dtype != np.int64 or values.ndim != 1 or indices.shape != (len(values), *(() if linear else (len(shape),))):

@@ -128,10 +128,10 @@ def bind_inputs(
         maker.constant(fed[name], array_of(fed[name], given, axes.get(name)), axes.get(name), size, batch)
 
 
-def choices(graph: ir.Graph) -> list[str]:
+def choices(graph: ir.Graph) -> list[ir.Value]:
     """Inputs that are one whole number or truth value: a branch that their value rules out may not fit the other feeds."""
     return [
-        value.name or ""
+        value
         for value in graph.inputs
         if isinstance(value.type, ir.TensorType)
         and value.dtype is not None

@@ -200,7 +200,8 @@ def remove_with_bodies(graph: ir.Graph, node: ir.Node) -> None:
 def release_bodies(node: ir.Node) -> None:
     """Take from a node that is to be removed what its bodies read: a value lists their nodes among its users."""
     for body in bodies(node):
-        for inner in body.all_nodes():
+        for inner in body:
+            release_bodies(inner)
             for index in range(len(inner.inputs)):
                 inner.replace_input_with(index, None)
         body.outputs.clear()

@@ -86,7 +86,7 @@ def _works_at_one(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> str:
 
 def _chosen_by(graph: ir.Graph) -> str:
     """What to do about a branch that does not fit the feeds, and may be ruled out by the value of an input."""
-    names = choices(graph)
+    names = [value.name for value in choices(graph)]
     if not names or not any(node.op_type == "If" for node in graph):
         return ""
     return f"; if the value of {names[0]!r} rules the branch out, say so with inputs={{{names[0]!r}: …}} (--input {names[0]}=…)"

@@ -22,6 +22,7 @@ from graphc.distributed.world import available_cores
 from graphc.errors import DataDependentShapeError, FeedError, GraphcError, NewerOpsetError, nearest
 from graphc.ir.bound_inputs import bind_inputs, choices
 from graphc.ir.decomposition import decompose_graph
+from graphc.ir.facts import dims
 from graphc.ir.serialize import to_proto
 from graphc.options import ReadOptions
 from graphc.pipeline import PassCall, run
@@ -66,9 +67,9 @@ def run_model(
     try:
         legal = original.clone()
         _fed_initializers_are_inputs(legal.graph, given)
-        bind_inputs(
-            legal, {name: given[name] for name in choices(legal.graph) if name in given and given[name].size == 1}, {}, {}
-        )
+        known = {value.name or "": dims(value) for value in choices(legal.graph)}
+        fitting = [name for name, shape in known.items() if name in given and np.shape(given[name]) == shape]
+        bind_inputs(legal, {name: given[name] for name in fitting}, {}, {})
         try:
             run(legal, [PassCall("legalize"), PassCall("draws", {"seed": secrets.randbits(63)}), PassCall("simplify")])
         except NewerOpsetError:

@@ -91,12 +91,15 @@ def scalar_counts(op: Builder, node: ir.Node) -> None:
             node.replace_input_with(k, op.Squeeze(value, [0]))
         if dims(formal) == (1,):
             formal.type, formal.shape, users = ir.TensorType(dtype), ir.Shape([]), list(formal.uses())
-            if users:
+            returned = [j for j, out in enumerate(body.outputs) if j and out is formal]
+            if users or returned:
                 inner = op.inside(body)
-                inner.before = body[0]
+                inner.before = body[0] if len(body) else None
                 row = inner.Unsqueeze(formal, [0])
                 for user, index in users:
                     user.replace_input_with(index, row)
+                for j in returned:
+                    body.outputs[j] = row
 
 
 def scalar_condition(op: Builder, node: ir.Node) -> None:

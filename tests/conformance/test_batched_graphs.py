@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -67,30 +68,32 @@ def expected(seed: int) -> tuple[BatchedGraph, float, dict[str, Any]]:
     return graph, *step(graph, "numpy")
 
 
-def check(seed: int, strategy: str, backend: str = "onnxruntime:fuse_small=true") -> None:
+def check(seed: int, strategy: str, backend: str = "onnxruntime:fuse_small=true") -> bool:
+    """Compare; False where the graph does not suit the strategy, or compares rounding."""
     graph, loss, changes = expected(seed)
     if not np.isfinite(loss) or loss > 100:
-        return  # compares rounding
+        return False
     try:
         found, got = step(graph, backend, **STRATEGIES[strategy])
     except UsageError as error:
         if not any(text in str(error) for text in NOT_DIVISIBLE):
             raise
-        return
+        return False
     assert found == pytest.approx(loss, rel=1e-4, abs=1e-4), graph.text
     for name, change in changes.items():
         scale = np.abs(change).max()
         np.testing.assert_allclose(got[name], change, rtol=0, atol=1e-3 * scale + 3e-5, err_msg=f"{name}\n{graph.text}")
+    return True
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_on_random_graphs(strategy: str, seed: int) -> None:
-    """Four graphs each, other ones for each strategy."""
-    first = 100 * list(STRATEGIES).index(strategy) + 4 * seed
-    for k in range(first, first + 4):
-        check(k, strategy)
+    """The first four that suit it, other ones for each strategy."""
+    first = 150 * list(STRATEGIES).index(strategy) + 50 * seed
+    suitable = (k for k in range(first, first + 50) if check(k, strategy))
+    assert len(list(itertools.islice(suitable, 4))) == 4
 
 
 @pytest.mark.full

@@ -208,6 +208,19 @@ def test_a_loop_may_count_by_tensors_of_one_element(tmp_path: Path) -> None:
     )
 
 
+def test_a_loop_may_collect_a_count_of_one_element() -> None:
+    model = onnx.parser.parse_model("""
+        <ir_version: 6, opset_import: ["" : 11]> counts (float[3] x) => (float[3] y, int64[c,1] every)
+        <int64[1] n = {3}, bool[1] on = {1}> {
+          y, every = Loop (n, on, x) <body = step (int64[1] k, bool[1] go, float[3] s) => (bool[1] go, float[3] z, int64[1] k) {
+            z = Add (s, s)
+          }>
+        }""")
+    found = run_model(model, {"x": np.ones(3, np.float32)})
+    np.testing.assert_array_equal(found["y"], np.full(3, 8))
+    np.testing.assert_array_equal(found["every"], [[0], [1], [2]])
+
+
 def test_an_input_rules_out_a_branch_that_does_not_fit_the_others(tmp_path: Path) -> None:
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]> rates (float[n,t] x, int64 rate) => (float[n,u] y)
@@ -219,6 +232,8 @@ def test_an_input_rules_out_a_branch_that_does_not_fit_the_others(tmp_path: Path
     w = numpy_helper.to_array(model.graph.initializer[1])
     x = normal(3, 4)
     np.testing.assert_allclose(run_model(model, {"x": x, "rate": np.array(16)})["y"], x @ w, rtol=1e-5)
+    with pytest.raises(FeedError, match=r"feed 'rate' has shape \[1\], the model wants rank 0"):
+        run_model(model, {"x": x, "rate": np.array([16])})
     feeds = {"x": x, "rate": np.array(16), "t": np.zeros((3, 2), np.float32)}
     with pytest.raises(FeedError, match=r"if the value of 'rate' rules the branch out, say so with inputs=\{'rate': …\}"):
         train(model, feeds, tmp_path / "m.onnx")
