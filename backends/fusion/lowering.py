@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphc.backends.fusion import expressions, views
 from graphc.backends.fusion.expressions import compute_type, literal
 from graphc.backends.fusion.indexing import Domain, Linear, Map, Quotient, Variable, flatten
-from graphc.backends.fusion.kernel_source import Access, Form, KernelSpec, NotFusibleError
+from graphc.backends.fusion.kernel_source import Access, Form, KernelSpec, NotFusibleError, loop_variables, whole_dimensions
 from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of
 
@@ -53,18 +53,22 @@ class Values:
         self.spec, self.form = spec, form
         self.uses: dict[tuple[ir.Value, Linear], set[int]] = {}
         self._in_memory = in_memory
-        self._variables = [Variable(f"{'c' if k in spec.axes else 'r'}{k}", size) for k, size in enumerate(spec.shape)]
-        self._index: Map = tuple(Linear.of(v) for v in self._variables)
-        self._inner = {v.name for k, v in enumerate(self._variables) if k in spec.axes}
+        pieces = form.pieces or whole_dimensions(spec)
+        self._variables = loop_variables(spec, pieces)
+        self._loops = list(zip(pieces, self._variables, strict=True))
+        self._index: Map = tuple(
+            sum((Linear.of(v) * piece.step for piece, v in self._loops if piece.dimension == k), Linear())
+            for k in range(len(spec.shape))
+        )
+        self._inner = {v.name for piece, v in self._loops if piece.dimension in spec.axes}
         self._totals: dict[ir.Node, str] = {}
         self._count = 0
         self._begin()
 
     def _begin(self) -> None:
         """Discard the generated text."""
-        axes = self.spec.axes
-        self._rows = Domain([v for k, v in enumerate(self._variables) if k not in axes])
-        self._columns = Domain([v for k, v in enumerate(self._variables) if k in axes])
+        self._rows = Domain([v for piece, v in self._loops if piece.dimension not in self.spec.axes])
+        self._columns = Domain([v for piece, v in self._loops if piece.dimension in self.spec.axes])
         self._linears: list[tuple[Linear, bool]] = []
         self._operands: dict[ir.Value, str] = {}
         self._held: dict[tuple[ir.Value, Linear], str] = {}

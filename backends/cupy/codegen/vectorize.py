@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphc.backends.cupy.codegen.launch_shape import BLOCKS, WARP, Shape, spread
+from graphc.backends.cupy.codegen.memory_order import rows_are_neighbours
 from graphc.backends.fusion.expressions import compute_type, stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Variable
@@ -21,6 +22,9 @@ WIDEST = 16
 """Bytes of one access."""
 
 THREADS = 256
+
+FEWEST = 4
+"""Fewest neighbouring rows for threads side by side to take them, where columns lie apart."""
 
 EACH = 32
 """Most columns of a row per thread before more threads share the row."""
@@ -58,8 +62,13 @@ def choose(generator: Generator, source: KernelSource, *, wide: bool = True) -> 
     Args:
         wide: whether several threads share a row, as on a device; this decides what fits into registers.
     """
+    found = _chosen(generator, source, wide=wide)
+    return replace(found, pieces=generator.form.pieces)
+
+
+def _chosen(generator: Generator, source: KernelSource, *, wide: bool) -> Form:
     spec = generator.spec
-    strided = bool(spec.axes) and not contiguous(spec)
+    strided = bool(spec.axes) and _strided(generator, source)
     along = "columns" if spec.axes and not strided else "rows"
     vector, variable = vector_of(generator, source, along)
     if not spec.axes or strided:
@@ -79,6 +88,14 @@ def choose(generator: Generator, source: KernelSource, *, wide: bool = True) -> 
     if not repeated or registers > (most if wide else 1 << 12) or (wide and chunks * vector > UNROLLED):
         return plain
     return Form(vector, along, variable, held=frozenset(repeated))
+
+
+def _strided(generator: Generator, source: KernelSource) -> bool:
+    """Whether threads side by side take neighbouring rows."""
+    rows, count = generator.innermost("rows")
+    columns, _ = generator.innermost("columns")
+    neighbours = rows_are_neighbours(source, rows if count >= FEWEST else None, columns)
+    return not contiguous(generator.spec) if neighbours is None else neighbours
 
 
 def contiguous(spec: KernelSpec) -> bool:

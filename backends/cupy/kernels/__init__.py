@@ -1,5 +1,5 @@
 """Handwritten kernels, one family of ops a file; importing a file registers its kernels."""
 
-from graphc.backends.cupy.kernels import algebra, convolution, pooling, sampling, scan, scatter, sorting
+from graphc.backends.cupy.kernels import algebra, convolution, depthwise, pooling, sampling, scan, scatter, sorting
 
-__all__ = ["algebra", "convolution", "pooling", "sampling", "scan", "scatter", "sorting"]
+__all__ = ["algebra", "convolution", "depthwise", "pooling", "sampling", "scan", "scatter", "sorting"]

@@ -125,8 +125,21 @@ def _tensor(shape: Sequence[int], dtype: ir.DataType, last: bool) -> Tensor:
     return Tensor.dense(dims, dtype, last_memory_order(len(dims)) if last else None)
 
 
+def depthwise(node: ir.Node) -> bool:
+    """Whether every channel is convolved by itself, with channels last: a kernel of graphc's runs it (``kernels/depthwise.py``).
+
+    The gradient of the weight stays with the library, and so do numbers of 64 bits.
+    """
+    if node.op_type not in (PREFIX + FORWARD, PREFIX + INPUT) or dtype_of(node.outputs[0]) == ir.DataType.DOUBLE:
+        return False
+    channels = {shape_of(v)[-1] for v in (node.inputs[0], node.outputs[0])} | {shape_of(node.inputs[1])[0]}
+    return len(channels) == 1 and node.attributes.get_int("group", 1) in channels and 0 not in shape_of(node.outputs[0])
+
+
 def _plain(node: ir.Node) -> bool:
     """Whether the library has plans: nonempty tensors, one to three spatial axes, and a bias with any activation."""
+    if depthwise(node):
+        return False
     if node.attributes.get_string("activation", "") and (len(node.inputs) < 3 or node.inputs[2] is None):
         return False
     return all(0 not in shape_of(v) for v in (*node.inputs[:2], *node.outputs)) and len(shape_of(node.outputs[0])) in (3, 4, 5)

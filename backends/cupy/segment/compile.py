@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphc.backends.cupy.codegen import vectorize
 from graphc.backends.cupy.codegen.launch_shape import Shape, blocks, host, keeps_busy, render, shared_rows, spread
+from graphc.backends.cupy.codegen.memory_order import ordered
 from graphc.backends.cupy.codegen.row_column import Crossed, cross, sources
 from graphc.backends.cupy.kernels.scatter import omit_fills, scatter_into_sums
 from graphc.backends.cupy.libraries import registry
@@ -25,7 +26,7 @@ from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.graph_queries import INTO, results, sweep
 from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import SMALL, FusedKernel, Opaque
-from graphc.backends.fusion.kernel_source import KernelSource
+from graphc.backends.fusion.kernel_source import Form, KernelSource
 from graphc.backends.fusion.op_kernels import is_expression
 from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.ir.decomposition import decompose_graph
@@ -127,7 +128,12 @@ def _kernel_calls(
 
     spec = kernel.spec
     plain = Generator(spec, in_memory)
-    form = vectorize.choose(plain, plain.source(), wide=device)
+    source = plain.source()
+    pieces = ordered(spec, source, lambda pieces: Generator(spec, in_memory, Form(pieces=pieces)).source())
+    if pieces:
+        plain = Generator(spec, in_memory, Form(pieces=pieces))
+        source = plain.source()
+    form = vectorize.choose(plain, source, wide=device)
     generator = Generator(spec, in_memory, form)
     wanted = splits(spec.rows, spec.columns, not form.strided) if splits else None
     if not kernel.axes or not generator.divides() or vectorize.parts_of(spec, form, wanted) == 1:
