@@ -44,7 +44,7 @@ class KernelSpec:
 class Piece:
     """A loop over a part of a dimension: ``size`` values, each ``step`` elements of the dimension apart.
 
-        dimension 2 of 24 elements = Piece(2, 3, 8), which counts 0, 8, 16, and Piece(2, 8, 1)
+    dimension 2 of 24 elements = Piece(2, 3, 8), which counts 0, 8, 16, and Piece(2, 8, 1)
     """
 
     dimension: int

@@ -22,7 +22,9 @@ MOST_PIECES = 4
 """Most pieces of a dimension: each costs a division for every vector of elements."""
 
 
-def ordered(spec: KernelSpec, source: KernelSource, source_of: Callable[[tuple[Piece, ...]], KernelSource]) -> tuple[Piece, ...]:
+def ordered(
+    spec: KernelSpec, source: KernelSource, source_of: Callable[[tuple[Piece, ...]], KernelSource]
+) -> tuple[Piece, ...]:
     """The loops of a reduction as memory has them, the farthest apart first; empty: one a dimension reads as many neighbours.
 
     Args:
@@ -68,7 +70,7 @@ def rows_are_neighbours(source: KernelSource, rows: Variable | None, columns: Va
     Args:
         rows, columns: the innermost variable of each.
     """
-    found = {along: 0 for along in ("rows", "columns")}
+    found = dict.fromkeys(("rows", "columns"), 0)
     for offset, nbytes in _large(source):
         for along, variable in (("rows", rows), ("columns", columns)):
             if variable is not None and dict(offset.terms).get(variable) == 1:

@@ -1,6 +1,6 @@
 """Depthwise convolutions with channels last, and their gradients with respect to the image.
 
-Every channel has a window of its own, so that there is no product for tensor cores: the arithmetic is little and memory decides.
+Every channel has a window of its own: there is no product for tensor cores, and so little arithmetic that memory decides.
 A thread takes a few neighbouring channels of a few neighbouring results, and reads each element of the image once for all the
 taps of a line. cuDNN 9.19 took 750 µs on an H100 for 7 × 7 taps over 64 × 32 × 32 × 96 numbers of 16 bits, which are 25 MB.
 
@@ -100,12 +100,13 @@ const INDEX place = tile * {count} + o;
 if (place >= {width}) continue;
 Pack<{_stored(y)}, {vector}> pack;
 UNROLL for (int v = 0; v < {vector}; ++v) {{
-{f"total[o][v] = total[o][v] > 0.0f || total[o][v] != total[o][v] ? total[o][v] : 0.0f;" if found.activation else ""}
+{"total[o][v] = total[o][v] > 0.0f || total[o][v] != total[o][v] ? total[o][v] : 0.0f;" if found.activation else ""}
 {store(y, "pack.at", "v", "total[o][v]")}
 }}
 store_pack<{vector}>(y + {flattened(["b", *indices("o", n - 1), "place", "c"], [0, *what.y[1:]])}, pack);
 }}"""
-    return [first, Launch(body, given(x=x, weights=weights, bias=bias), {"y": y}, math.prod(outer) * tiles * channels // vector)]
+    rows = math.prod(outer) * tiles * channels // vector
+    return [first, Launch(body, given(x=x, weights=weights, bias=bias), {"y": y}, rows)]
 
 
 def _over_lines(what: _Sum, inside: str) -> str:

@@ -126,7 +126,7 @@ def _tensor(shape: Sequence[int], dtype: ir.DataType, last: bool) -> Tensor:
 
 
 def depthwise(node: ir.Node) -> bool:
-    """Whether every channel is convolved by itself, with channels last: a kernel of graphc's runs it (``kernels/depthwise.py``).
+    """Whether every channel is convolved by itself, with channels last, which a kernel of graphc's does.
 
     The gradient of the weight stays with the library, and so do numbers of 64 bits.
     """

@@ -1,4 +1,4 @@
-"""The ten kinds as PyTorch modules, each in two sizes.
+"""The ten kinds as PyTorch modules, each in two sizes for processors and one for GPUs.
 
 A kind is written as its users write it: attention, norms and activations are PyTorch's own modules.
 """
@@ -278,44 +278,56 @@ KINDS: dict[str, dict[str, ModelKind]] = {
     "dlrm": {
         "full": ModelKind(lambda: Dlrm(8, 10000, 64), _ratings(256, 8, 10000), 2, (256,)),
         "small": ModelKind(lambda: Dlrm(5, 2000, 32), _ratings(96, 5, 2000), 2, (96,)),
+        "large": ModelKind(lambda: Dlrm(8, 100000, 64), _ratings(4096, 8, 100000), 2, (4096,)),
     },
     "resnet18": {
         "full": ModelKind(lambda: ResNet18(64), _images(16, 3, 32, 32), 10, (16,)),
         "small": ModelKind(lambda: ResNet18(24), _images(8, 3, 28, 28), 10, (8,)),
+        "large": ModelKind(lambda: ResNet18(64), _images(256, 3, 32, 32), 10, (256,)),
     },
     "wavenet": {
         "full": ModelKind(lambda: WaveNet(12, 32), _images(8, 1, 1024), 10, (8,)),
         "small": ModelKind(lambda: WaveNet(8, 24), _images(4, 1, 700), 10, (4,)),
+        "large": ModelKind(lambda: WaveNet(12, 64), _images(32, 1, 4096), 10, (32,)),
     },
     "mobilenet": {
         "full": ModelKind(
             lambda: MobileNetV2(((24, 2, 2), (32, 3, 2), (64, 3, 2), (96, 2, 1))), _images(16, 3, 96, 96), 10, (16,)
         ),
         "small": ModelKind(lambda: MobileNetV2(((16, 1, 1), (24, 2, 2), (48, 2, 2))), _images(6, 3, 72, 72), 10, (6,)),
+        "large": ModelKind(
+            lambda: MobileNetV2(((24, 2, 2), (32, 3, 2), (64, 3, 2), (96, 2, 1))), _images(128, 3, 128, 128), 10, (128,)
+        ),
     },
     "gpt": {
         "full": ModelKind(lambda: Gpt(4, 256, 8, 8000, 128), _ids(8000, 8, 128), 8000, (8, 128)),
         "small": ModelKind(lambda: Gpt(3, 144, 6, 3000, 96), _ids(3000, 4, 96), 3000, (4, 96)),
+        "large": ModelKind(lambda: Gpt(6, 512, 8, 16000, 512), _ids(16000, 16, 512), 16000, (16, 512)),
     },
     "vit": {
         "full": ModelKind(lambda: _vit(6, 192, 32), _images(16, 3, 32, 32), 10, (16,)),
         "small": ModelKind(lambda: _vit(4, 128, 28), _images(8, 3, 28, 28), 10, (8,)),
+        "large": ModelKind(lambda: _vit(6, 384, 64), _images(64, 3, 64, 64), 10, (64,)),
     },
     "bert": {
         "full": ModelKind(lambda: _bert(4, 256, 128), _ids(2000, 8, 128), 10, (8,)),
         "small": ModelKind(lambda: _bert(3, 160, 72), _ids(2000, 6, 72), 10, (6,)),
+        "large": ModelKind(lambda: _bert(6, 512, 256), _ids(2000, 32, 256), 10, (32,)),
     },
     "unet": {
         "full": ModelKind(lambda: UNet(32), _images(4, 3, 64, 64), 4, (4, 64, 64)),
         "small": ModelKind(lambda: UNet(24), _images(2, 3, 48, 48), 4, (2, 48, 48)),
+        "large": ModelKind(lambda: UNet(64), _images(16, 3, 128, 128), 4, (16, 128, 128)),
     },
     "convnext": {
         "full": ModelKind(lambda: ConvNeXt((48, 96, 192), (2, 2, 4)), _images(16, 3, 64, 64), 10, (16,)),
         "small": ModelKind(lambda: ConvNeXt((40, 80), (2, 3)), _images(8, 3, 48, 48), 10, (8,)),
+        "large": ModelKind(lambda: ConvNeXt((96, 192, 384), (3, 3, 9)), _images(64, 3, 128, 128), 10, (64,)),
     },
     "lstm": {
         "full": ModelKind(lambda: Lstm(2, 64, 256), _images(32, 64, 64), 10, (32,)),
         "small": ModelKind(lambda: Lstm(2, 48, 160), _images(16, 40, 48), 10, (16,)),
+        "large": ModelKind(lambda: Lstm(2, 128, 512), _images(128, 128, 128), 10, (128,)),
     },
 }
-"""ModelKind → size → model."""
+"""ModelKind → size (``small``, ``full``, ``large`` for a GPU) → model."""

@@ -75,9 +75,7 @@ def depthwise_model(name: str, dtype: ir.DataType) -> ir.Model:
 
 @pytest.mark.parametrize("busy", [0, depthwise.BUSY], ids=["several results a thread", "one result a thread"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_depthwise_convolution_and_its_gradient(
-    name: str, busy: int, device: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_depthwise_convolution_and_its_gradient(name: str, busy: int, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(depthwise, "BUSY", busy)
     check(name, ir.DataType.FLOAT, device, 1e-5)
 
