@@ -102,7 +102,7 @@ def _graphc(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     start = time.perf_counter()
     program = graphc.compile(
         str(arguments.folder / "model.onnx"),
-        loss=graphc.losses.SoftmaxCrossEntropy(axis=1 if host["label"].ndim == 3 else -1),
+        loss=graphc.losses.SoftmaxCrossEntropy(axis=1 if host["label"].ndim == 3 else None),
         optimizer=graphc.optim.AdamW(lr=LEARNING_RATE),
         backend=("cupy" if low else "cupy:tf32=true") if gpu else "onnxruntime",
         precision="bf16" if low else None,
