@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -137,3 +138,16 @@ def test_a_public_class_name_is_defined_once() -> None:
     twice = {name: places for name, places in found.items() if len(places) > 1 and name not in SAME_NAME}
     assert not twice
     assert len(SAME_NAME) <= 5
+
+
+def test_the_wheel_has_every_package() -> None:
+    """A folder that pyproject.toml does not list is missing for whoever installs graphc."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = set(tomllib.load(file)["tool"]["setuptools"]["packages"])
+    places = {"graphc": "graphc", "passes": "graphc.passes", "backends": "graphc.backends"}
+    found = {
+        ".".join((package, *file.parent.relative_to(ROOT / folder).parts))
+        for folder, package in places.items()
+        for file in (ROOT / folder).rglob("__init__.py")
+    }
+    assert found == listed

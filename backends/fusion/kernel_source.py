@@ -41,10 +41,10 @@ class KernelSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LoopPart:
     """A loop over a part of a dimension: ``size`` values, each ``step`` elements of the dimension apart.
 
-    dimension 2 of 24 elements = Piece(2, 3, 8), which counts 0, 8, 16, and Piece(2, 8, 1)
+    dimension 2 of 24 elements = LoopPart(2, 3, 8), which counts 0, 8, 16, and LoopPart(2, 8, 1)
     """
 
     dimension: int
@@ -52,18 +52,18 @@ class Piece:
     step: int
 
 
-def whole_dimensions(spec: KernelSpec) -> tuple[Piece, ...]:
+def whole_dimensions(spec: KernelSpec) -> tuple[LoopPart, ...]:
     """One loop a dimension, as they stand."""
-    return tuple(Piece(k, size, 1) for k, size in enumerate(spec.shape))
+    return tuple(LoopPart(k, size, 1) for k, size in enumerate(spec.shape))
 
 
-def loop_variables(spec: KernelSpec, pieces: Sequence[Piece]) -> list[Variable]:
+def loop_variables(spec: KernelSpec, loops: Sequence[LoopPart]) -> list[Variable]:
     """The variable of each loop: r for rows or c for columns, the dimension, and the step of a part of one."""
-    letters = ["c" if piece.dimension in spec.axes else "r" for piece in pieces]
-    whole = [piece.size == spec.shape[piece.dimension] for piece in pieces]
+    letters = ["c" if part.dimension in spec.axes else "r" for part in loops]
+    whole = [part.size == spec.shape[part.dimension] for part in loops]
     return [
-        Variable(f"{letter}{piece.dimension}" + ("" if all_of_it else f"by{piece.step}"), piece.size)
-        for letter, piece, all_of_it in zip(letters, pieces, whole, strict=True)
+        Variable(f"{letter}{part.dimension}" + ("" if all_of_it else f"by{part.step}"), part.size)
+        for letter, part, all_of_it in zip(letters, loops, whole, strict=True)
     ]
 
 
@@ -96,7 +96,7 @@ class Form:
         strided: whether neighbouring threads take neighbouring rows, and threads further apart share the columns of a row.
         held: (value, offset) of loads that stay with their thread for all loops over the columns.
         lanes: threads that share a row; 0: as its length asks.
-        pieces: the loops from outermost to innermost, rows and columns each among themselves; empty: one a dimension, as they
+        loops: the loops from outermost to innermost, rows and columns each among themselves; empty: one a dimension, as they
             stand. Pieces of a dimension lie in any order.
         in_shared, in_registers: held vectors of each thread in shared memory, and the next ones, in registers; what it had
             last is read again, from the cache. 0 and 0: all are in registers.
@@ -110,7 +110,7 @@ class Form:
     lanes: int = 0
     in_shared: int = 0
     in_registers: int = 0
-    pieces: tuple[Piece, ...] = ()
+    loops: tuple[LoopPart, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,22 +53,22 @@ class Values:
         self.spec, self.form = spec, form
         self.uses: dict[tuple[ir.Value, Linear], set[int]] = {}
         self._in_memory = in_memory
-        pieces = form.pieces or whole_dimensions(spec)
-        self._variables = loop_variables(spec, pieces)
-        self._loops = list(zip(pieces, self._variables, strict=True))
+        loops = form.loops or whole_dimensions(spec)
+        self._variables = loop_variables(spec, loops)
+        self._loops = list(zip(loops, self._variables, strict=True))
         self._index: Map = tuple(
-            sum((Linear.of(v) * piece.step for piece, v in self._loops if piece.dimension == k), Linear())
+            sum((Linear.of(v) * part.step for part, v in self._loops if part.dimension == k), Linear())
             for k in range(len(spec.shape))
         )
-        self._inner = {v.name for piece, v in self._loops if piece.dimension in spec.axes}
+        self._inner = {v.name for part, v in self._loops if part.dimension in spec.axes}
         self._totals: dict[ir.Node, str] = {}
         self._count = 0
         self._begin()
 
     def _begin(self) -> None:
         """Discard the generated text."""
-        self._rows = Domain([v for piece, v in self._loops if piece.dimension not in self.spec.axes])
-        self._columns = Domain([v for piece, v in self._loops if piece.dimension in self.spec.axes])
+        self._rows = Domain([v for part, v in self._loops if part.dimension not in self.spec.axes])
+        self._columns = Domain([v for part, v in self._loops if part.dimension in self.spec.axes])
         self._linears: list[tuple[Linear, bool]] = []
         self._operands: dict[ir.Value, str] = {}
         self._held: dict[tuple[ir.Value, Linear], str] = {}

@@ -17,6 +17,7 @@ import importlib.abc
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -128,11 +129,12 @@ def _launch_processes(workers: int, argv: list[str], env: Mapping[str, str], kee
                 os.mkfifo(path)
             if keep_going:
                 env = {KEEP_GOING: "1", **env}
-            environment = worker_environment(workers, env, directory, shared)
+            version = None if mpiexec is None else open_mpi_version(mpiexec)
+            environment = worker_environment(workers, env, directory, shared, version)
             command = [sys.executable, "-P", "-m", "graphc.launch.spawn", str(workers), *argv]
             if mpiexec is not None:
                 worker = confine([sys.executable, "-P", "-m", "graphc.launch.entry", *argv], environment, directory)
-                command = [*_mpi_command(mpiexec, workers, keep_going), *worker]
+                command = [*_mpi_command(mpiexec, version, workers, keep_going), *worker]
             try:
                 process = subprocess.Popen(
                     command,
@@ -162,19 +164,25 @@ def _shared_folder(workers: int, directory: Path) -> Iterator[Path]:
         yield shared
 
 
-def _mpi_command(mpiexec: Path, workers: int, keep_going: bool) -> list[str]:
-    command = [str(mpiexec), "-n", str(workers), *_mpiexec_options(mpiexec)]
+def _mpi_command(mpiexec: Path, version: int | None, workers: int, keep_going: bool) -> list[str]:
+    command = [str(mpiexec), "-n", str(workers), *(["--bind-to", "none", "--oversubscribe"] if version else [])]
+    if not keep_going:
+        return command
     # By default Open MPI ends the job with its first process; other mpiexecs do not know the option.
-    return [*command, "--runtime-options", "continuous"] if keep_going else command
+    return [*command, *(["--enable-recovery"] if version and version < 5 else ["--runtime-options", "continuous"])]
 
 
-def worker_environment(workers: int, env: Mapping[str, str], directory: Path, shared: Path) -> dict[str, str]:
+def worker_environment(
+    workers: int, env: Mapping[str, str], directory: Path, shared: Path, version: int | None = None
+) -> dict[str, str]:
     """Build the workers' environment; variables set by the user win.
 
     Args:
         directory: the folder of the run, which Open MPI's own files go to as well.
         shared: where the workers' shared memory goes.
+        version: of Open MPI, as :func:`open_mpi_version` says; its shared memory has another name before version 5.
     """
+    memory = "vader" if version is not None and version < 5 else "sm"
     result = {key: value for key, value in os.environ.items() if not key.startswith(OTHER_WORLDS) and key not in OTHER_RANKS}
     threads = str(max(1, available_cores() // workers))
     defaults = dict.fromkeys(THREAD_VARIABLES, threads)
@@ -182,15 +190,15 @@ def worker_environment(workers: int, env: Mapping[str, str], directory: Path, sh
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
-        "OMPI_MCA_btl": "self,sm",
+        "OMPI_MCA_btl": f"self,{memory}",
         "NCCL_SOCKET_IFNAME": "=lo",  # all workers are on this machine: NCCL need not listen to others
         "OMPI_MCA_osc": "^ucx",  # windows over shared memory; the UCX component warns on machines without its hardware
-        "OMPI_MCA_btl_sm_backing_directory": str(shared),
+        f"OMPI_MCA_btl_{memory}_backing_directory": str(shared),
         "OMPI_MCA_osc_sm_backing_directory": str(shared),
         "PRTE_MCA_prte_tmpdir_base": str(directory),
     }
     if not _can_read_other_processes():
-        defaults["OMPI_MCA_smsc"] = "^cma"
+        defaults |= {"OMPI_MCA_smsc": "^cma", "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
     for key, value in defaults.items():
         result.setdefault(key, value)
     return result | dict(env) | {RUN_DIRECTORY: str(directory), LAUNCHER: str(os.getpid())}
@@ -204,12 +212,13 @@ def _free_shared_memory() -> int:
         return 0
 
 
-def _mpiexec_options(mpiexec: Path) -> list[str]:
-    if mpiexec.parent not in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
-        answer = subprocess.run([str(mpiexec), "--version"], capture_output=True, text=True, check=False, timeout=20)
-        if not any(word in answer.stdout for word in ("Open MPI", "OpenRTE", "PRRTE")):
-            return []
-    return ["--bind-to", "none", "--oversubscribe"]
+def open_mpi_version(mpiexec: Path) -> int | None:
+    """The major version of Open MPI that ``mpiexec`` belongs to; None: it is another MPI's."""
+    answer = subprocess.run([str(mpiexec), "--version"], capture_output=True, text=True, check=False, timeout=20).stdout
+    found = re.search(r"(?:Open MPI|OpenRTE)\)? v?(\d+)\.", answer)
+    if found:
+        return int(found[1])
+    return 5 if any(word in answer for word in ("Open MPI", "OpenRTE", "PRRTE")) else None
 
 
 def _can_read_other_processes() -> bool:

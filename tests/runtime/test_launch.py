@@ -21,7 +21,7 @@ from graphc.distributed.health.status_board import RankState, StatusBoard
 from graphc.distributed.world import available_cores
 from graphc.errors import MissingExtraError, UsageError
 from graphc.launch import local
-from graphc.launch.local import find_mpiexec, launch, worker_environment
+from graphc.launch.local import find_mpiexec, launch, open_mpi_version, worker_environment
 from graphc.launch.supervisor import Supervisor
 from tests.cli.models import write_mlp
 from tests.runtime.fault_run import WORKER
@@ -117,6 +117,27 @@ def test_environment_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert found["MKL_NUM_THREADS"] == "7"
     assert found["MINE"] == "1"
     assert not {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"} & found.keys()
+
+
+@pytest.mark.parametrize(
+    ("answer", "version", "memory"),
+    [
+        ("mpiexec (Open MPI) 5.0.11", 5, "sm"),
+        ("mpiexec (OpenRTE) 4.1.8", 4, "vader"),
+        ("HYDRA build details:\n    Version: 4.2", None, "sm"),
+    ],
+)
+def test_shared_memory_has_the_name_that_this_open_mpi_knows(
+    answer: str, version: int | None, memory: str, tmp_path: Path
+) -> None:
+    """Open MPI 4 ends a job that asks for the shared memory of version 5."""
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    mpiexec.chmod(0o755)
+    assert open_mpi_version(mpiexec) == version
+    found = worker_environment(2, {}, tmp_path, tmp_path, version)
+    assert found["OMPI_MCA_btl"] == f"self,{memory}"
+    assert found[f"OMPI_MCA_btl_{memory}_backing_directory"] == str(tmp_path)
 
 
 SEGMENTS = "import os\ncomm.barrier()\nfolder = os.environ['OMPI_MCA_btl_sm_backing_directory']\n" + (

@@ -5,7 +5,7 @@ A kernel loops over dimensions as the graph has them, which need not be the orde
 
     x[batch, pixel, group, channel]        offset = 1048576·c0 + 64·(c2 mod 16384) + 8·r1 + c2 ÷ 16384
 
-There, neighbouring columns are 64 elements apart. Cut at 16384, and with the pieces the other way round, dimension 2 has 8
+There, neighbouring columns are 64 elements apart. Cut at 16384, and with the loops the other way round, dimension 2 has 8
 neighbours for a thread to take at once.
 """
 
@@ -15,16 +15,16 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from graphc.backends.fusion.indexing import Linear, Quotient, Term, Variable
-from graphc.backends.fusion.kernel_source import KernelSource, KernelSpec, Piece, loop_variables, whole_dimensions
+from graphc.backends.fusion.kernel_source import KernelSource, KernelSpec, LoopPart, loop_variables, whole_dimensions
 from graphc.ir.facts import size_of
 
-MOST_PIECES = 4
-"""Most pieces of a dimension: each costs a division for every vector of elements."""
+MOST_PARTS = 4
+"""Most loops of a dimension: each costs a division for every vector of elements."""
 
 
 def ordered(
-    spec: KernelSpec, source: KernelSource, source_of: Callable[[tuple[Piece, ...]], KernelSource]
-) -> tuple[Piece, ...]:
+    spec: KernelSpec, source: KernelSource, source_of: Callable[[tuple[LoopPart, ...]], KernelSource]
+) -> tuple[LoopPart, ...]:
     """The loops of a reduction as memory has them, the farthest apart first; empty: one a dimension reads as many neighbours.
 
     Args:
@@ -34,19 +34,19 @@ def ordered(
     if not spec.axes:
         return ()
     plain = whole_dimensions(spec)
-    pieces = _cut(spec, source)
-    accesses = sorted(_large(source if pieces == plain else source_of(pieces)), key=lambda pair: -pair[1])
-    variables = dict(zip(pieces, loop_variables(spec, pieces), strict=True))
+    loops = _cut(spec, source)
+    accesses = sorted(_large(source if loops == plain else source_of(loops)), key=lambda pair: -pair[1])
+    variables = dict(zip(loops, loop_variables(spec, loops), strict=True))
     steps: dict[Variable, int] = {}
     for offset, _ in accesses:  # of the largest array that has the variable
         for term, factor in offset.terms:
             if isinstance(term, Variable):
                 steps.setdefault(term, abs(factor))
-    found = tuple(sorted(pieces, key=lambda piece: -steps.get(variables[piece], piece.step)))
+    found = tuple(sorted(loops, key=lambda part: -steps.get(variables[part], part.step)))
     return found if _neighbours(spec, found, accesses) > _neighbours(spec, plain, list(_large(source))) else ()
 
 
-def _cut(spec: KernelSpec, source: KernelSource) -> tuple[Piece, ...]:
+def _cut(spec: KernelSpec, source: KernelSource) -> tuple[LoopPart, ...]:
     """The dimensions, cut where the large arrays are."""
     plain = whole_dimensions(spec)
     cuts: dict[Variable, set[int]] = {variable: set() for variable in loop_variables(spec, plain)}
@@ -55,12 +55,12 @@ def _cut(spec: KernelSpec, source: KernelSource) -> tuple[Piece, ...]:
             variable, _, at = _cuts_of(term)
             if variable in cuts:
                 cuts[variable] |= at
-    found: list[Piece] = []
-    for piece, at in zip(plain, cuts.values(), strict=True):
-        steps = [1, *sorted(by for by in at if 1 < by < piece.size), piece.size]
-        if len(steps) - 1 > MOST_PIECES or any(more % fewer for fewer, more in itertools.pairwise(steps)):
-            steps = [1, piece.size]
-        found += [Piece(piece.dimension, more // fewer, fewer) for fewer, more in reversed(list(itertools.pairwise(steps)))]
+    found: list[LoopPart] = []
+    for part, at in zip(plain, cuts.values(), strict=True):
+        steps = [1, *sorted(by for by in at if 1 < by < part.size), part.size]
+        if len(steps) - 1 > MOST_PARTS or any(more % fewer for fewer, more in itertools.pairwise(steps)):
+            steps = [1, part.size]
+        found += [LoopPart(part.dimension, more // fewer, fewer) for fewer, more in reversed(list(itertools.pairwise(steps)))]
     return tuple(found)
 
 
@@ -78,12 +78,12 @@ def rows_are_neighbours(source: KernelSource, rows: Variable | None, columns: Va
     return None if found["rows"] == found["columns"] else found["rows"] > found["columns"]
 
 
-def _neighbours(spec: KernelSpec, pieces: Sequence[Piece], accesses: Sequence[tuple[Linear, int]]) -> int:
+def _neighbours(spec: KernelSpec, loops: Sequence[LoopPart], accesses: Sequence[tuple[Linear, int]]) -> int:
     """Bytes of the arrays in which the innermost rows or columns are neighbours."""
     inner = {
-        piece.dimension in spec.axes: variable
-        for piece, variable in zip(pieces, loop_variables(spec, pieces), strict=True)
-        if piece.size > 1
+        part.dimension in spec.axes: variable
+        for part, variable in zip(loops, loop_variables(spec, loops), strict=True)
+        if part.size > 1
     }
     return sum(n for offset, n in accesses if any(term in inner.values() and factor == 1 for term, factor in offset.terms))
 

@@ -63,7 +63,7 @@ def choose(generator: Generator, source: KernelSource, *, wide: bool = True) -> 
         wide: whether several threads share a row, as on a device; this decides what fits into registers.
     """
     found = _chosen(generator, source, wide=wide)
-    return replace(found, pieces=generator.form.pieces)
+    return replace(found, loops=generator.form.loops)
 
 
 def _chosen(generator: Generator, source: KernelSource, *, wide: bool) -> Form:

@@ -129,9 +129,9 @@ def _kernel_calls(
     spec = kernel.spec
     plain = Generator(spec, in_memory)
     source = plain.source()
-    pieces = ordered(spec, source, lambda pieces: Generator(spec, in_memory, Form(pieces=pieces)).source())
-    if pieces:
-        plain = Generator(spec, in_memory, Form(pieces=pieces))
+    loops = ordered(spec, source, lambda loops: Generator(spec, in_memory, Form(loops=loops)).source())
+    if loops:
+        plain = Generator(spec, in_memory, Form(loops=loops))
         source = plain.source()
     form = vectorize.choose(plain, source, wide=device)
     generator = Generator(spec, in_memory, form)

@@ -87,4 +87,4 @@ def test_a_reduction_that_lies_as_the_graph_has_it_keeps_its_loops() -> None:
         if node.op_type == "Transpose":
             node.attributes["perm"] = ir.AttrInt64s("perm", [0, 1, 2, 3])
     calls = compile_segment(ir.to_proto(model)).calls
-    assert all(call.source.form.pieces == () for call in calls if isinstance(call, KernelCall))
+    assert all(call.source.form.loops == () for call in calls if isinstance(call, KernelCall))
