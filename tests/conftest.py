@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -20,6 +21,10 @@ pytest.register_assert_rewrite(*(f"tests.{path.parent.name}" for path in Path(__
 
 # PyTorch is an oracle here; one thread keeps it from fighting with the code under test on small machines.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+ALL_FULL = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.full\b", re.MULTILINE)
+"""What marks all tests of a file."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,8 +50,15 @@ def wants_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without tests of a GPU are not even imported for ``-m gpu``: most need PyTorch, and all take time."""
-    if wants_gpu(config) and collection_path.suffix == ".py" and "mark.gpu" not in collection_path.read_text(encoding="utf-8"):
+    """Files without tests of a GPU are not even imported for ``-m gpu``, nor those of the full tier alone for a quick one.
+
+    Importing all takes 8 to 12 s in every process of pytest-xdist.
+    """
+    if collection_path.suffix != ".py":
+        return None
+    if wants_gpu(config) and "mark.gpu" not in collection_path.read_text(encoding="utf-8"):
+        return True
+    if "not full" in str(config.option.markexpr) and ALL_FULL.search(collection_path.read_text(encoding="utf-8")):
         return True
     return None
 

@@ -100,6 +100,7 @@ def test_a_room_imports_what_its_row_allows() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("level", ["folders", "modules"])
 def test_nothing_imports_itself_in_a_circle(level: str) -> None:
     places: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -129,6 +130,7 @@ SAME_NAME: dict[str, str] = {}
 """Public class names that may be defined twice, each with the reason."""
 
 
+@pytest.mark.full
 def test_a_public_class_name_is_defined_once() -> None:
     found: dict[str, list[str]] = defaultdict(list)
     for path in PATHS.values():

@@ -85,6 +85,7 @@ def _places() -> Mapping[str, frozenset[str]]:
     return {name: frozenset(paths) for name, paths in found.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", [*ACTIVATIONS, *NORMALIZATIONS, *CONVOLUTIONS, *LOSSES, *OTHERS])
 def test_an_op_is_named_in_at_most_three_places(op: str) -> None:
     files = sorted(_places()[op])

@@ -223,6 +223,7 @@ def test_run_streams(here: Path) -> None:
     assert np.load(io.BytesIO(done.stdout))["logits"].shape == (5, 3)
 
 
+@pytest.mark.full
 def test_former_names_of_passes_are_found_and_listed(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = {row["name"]: row for row in document(capfd, "passes")}
     assert rows["channels_last"]["aliases"] == ["layout"]

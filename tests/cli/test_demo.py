@@ -59,6 +59,7 @@ def test_the_model_is_small_and_untrained() -> None:
     assert {"Conv", "BatchNormalization", "Dropout", "Gemm"} <= kinds
 
 
+@pytest.mark.full
 def test_every_digit_is_used_once() -> None:
     digits = demo.load_digits()
     assert len(digits.train["label"]) + len(digits.test["label"]) == 1797

@@ -175,6 +175,7 @@ def test_copies_that_leave_the_process_take_the_weights_along(tmp_path: Path) ->
     assert sent.name == "a"
 
 
+@pytest.mark.full
 def test_files_are_closed_when_their_models_are_gone(tmp_path: Path) -> None:
     _heavy(tmp_path / "m.onnx")
     gc.collect()

@@ -150,6 +150,7 @@ def test_checkpoints_hold_whole_tensors(tmp_path: Path) -> None:
     np.testing.assert_allclose(session.run(None, tokens)[0], alone.run(None, tokens)[0], atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_divided_weight_that_does_not_train_is_in_no_checkpoint(tmp_path: Path) -> None:
     mesh, frozen, folder = Mesh(tensor=2), {"freeze": ["table"]}, str(tmp_path / "two")
     whole = train(None, Mesh(), 4, **frozen)

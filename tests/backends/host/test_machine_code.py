@@ -51,6 +51,7 @@ def test_one_core_or_few_kernels_start_no_process(cores: int, count: int, monkey
     assert not processes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("does", ["nothing", "exit 1", "echo a greeting of this site", "exec sleep 100"])
 def test_without_another_process_this_one_makes_all(does: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     texts, machine, program = modules(30), target_machine(), tmp_path / "python"

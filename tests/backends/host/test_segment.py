@@ -50,6 +50,7 @@ def backend() -> Any:
     made.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_cases_of_the_standard_run_as_compiled_kernels(name: str, backend: Backend) -> None:
     case, proto, feeds = legal_case(name)

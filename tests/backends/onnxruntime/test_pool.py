@@ -49,6 +49,7 @@ def _mixed(
         result[i] = (total + wide + count + pair[0] - pair[1]) * (-1.0 if negate else 1.0)
 
 
+@pytest.mark.full
 def test_arguments_of_every_kind_reach_machine_code(pool: pools.ThreadPool) -> None:
     matrix = np.arange(70.0, dtype=np.float32).reshape(10, 7).T  # rows are not contiguous
     result = np.zeros(7)

@@ -64,6 +64,7 @@ class Messages(nn.Module):
         return self.head(torch.zeros_like(x).index_add(2, self.edges[1], messages).square().mean(2) / 1000)
 
 
+@pytest.mark.full
 def test_a_graph_network_follows_pytorch_on_several_threads() -> None:
     torch.manual_seed(0)
     module, x, label = Messages(), torch.randn(8, 16, 300), torch.randint(0, 3, (8,))

@@ -265,6 +265,7 @@ def test_grid_sample_like_pytorch(mode: str, padding: str, corners: bool, symbol
         np.testing.assert_allclose(result, tensor.grad.numpy(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_grid_sample_twice() -> None:
     """The gradient with respect to the grid, differentiated with respect to image and grid."""
     feeds = {"x": normal(1, 2, 3, 4).value, "grid": places(1, 2, 2, 2).value}

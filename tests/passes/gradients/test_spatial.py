@@ -320,6 +320,7 @@ REGIONS = np.array(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("symbolic", [0, 1])
 @pytest.mark.parametrize("ratio", [0, 2])
 @pytest.mark.parametrize("mode", ["avg", "max"])

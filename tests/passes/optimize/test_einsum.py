@@ -121,6 +121,7 @@ class Attention(nn.Module):
         return torch.einsum("bqhd,hdo->bqo", torch.einsum("bhqk,bkhd->bqhd", p, v), self.o).mean(1)
 
 
+@pytest.mark.full
 def test_an_attention_of_einsums_is_fused_and_trains_as_in_pytorch() -> None:
     torch.manual_seed(0)
     module, x, label = Attention(), torch.randn(6, 7, 8), torch.randint(0, 5, (6,))

@@ -110,6 +110,7 @@ class Patches(nn.Module):
         return self.last(torch.nn.functional.unfold(h, 3, padding=1).transpose(1, 2).square().mean(1))
 
 
+@pytest.mark.full
 def test_windows_and_shuffles_train_as_in_pytorch() -> None:
     torch.manual_seed(0)
     module, x, label = Patches(), torch.randn(6, 2, 8, 8), torch.randint(0, 5, (6,))

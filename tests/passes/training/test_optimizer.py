@@ -141,6 +141,7 @@ def torch_factory(name: str, options: Mapping[str, Any]) -> Any:
     return lambda parameters: factory(parameters, **given)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["double", "float"])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=lambda o: "+".join(o) if isinstance(o, dict) else o)
 def test_twenty_steps_follow_pytorch(name: str, options: dict[str, Any], dtype: str) -> None:

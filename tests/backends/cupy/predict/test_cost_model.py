@@ -52,6 +52,7 @@ def test_a_small_job_is_predicted_and_its_products_are_counted_exactly() -> None
     assert updates == pytest.approx(5 * 4 * parameters, rel=0.01), "parameter, gradient and momentum read, two of them written"
 
 
+@pytest.mark.full
 def test_the_check_reads_each_gradient_once_and_no_low_copy() -> None:
     found = predicted("bert", job=JOBS["bert"].tiny())
     (check,) = (cost for cost in found.costs if cost.name == "check of the gradients")
