@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import os
 import statistics
@@ -78,14 +79,15 @@ class Workers:
         self.rank, self.size, self.peer = self._world.rank, self._world.size, "DDP"
         self._folder = tempfile.TemporaryDirectory()
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store = torch.distributed.FileStore(self._world.bcast(self._folder.name) + "/store", self.size)
+        meeting = self._world.bcast(self._folder.name) + "/store"
+        store = torch.distributed.FileStore(meeting, self.size)  # type: ignore[attr-defined]
         torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
     def share(self, batch: torch.Tensor) -> torch.Tensor:
         """This worker's samples."""
         return batch[share(len(batch), self.rank, self.size)]
 
-    def wrap(self, module: nn.Module) -> nn.Module:
+    def wrap(self, module: Any) -> Any:
         """Reduce the gradients of all workers."""
         return nn.parallel.DistributedDataParallel(module) if self.size > 1 else module
 
@@ -126,14 +128,14 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
         program = graphc.compile(
             module,
             example_inputs=inputs,
-            loss=graphc.losses.SoftmaxCrossEntropy(**({"axis": 1} if len(kind.labels) == 3 else {})),
+            loss=graphc.losses.SoftmaxCrossEntropy(axis=1 if len(kind.labels) == 3 else None),
             optimizer=graphc.optim.AdamW(lr=LEARNING_RATE),
             backend=backend,
         )
         start = clock()
         timer = StepTimer(clock)
         trainer = graphc.Trainer(program, threads=arguments.threads, wrap=timer.wrap if arguments.profile else None)
-        names = [value.name for value in program.model.graph.inputs if value.name != "label"]
+        names = [value.name or "" for value in program.model.graph.inputs if value.name != "label"]
         feeds = dict(zip(names, (x.numpy() for x in inputs), strict=False)) | {"label": label.numpy()}
         losses[side] = [trainer.step(feeds)["loss"]]
         if side == "fused":
@@ -141,7 +143,7 @@ def _measured(kind: ModelKind, workers: Workers, arguments: argparse.Namespace) 
         losses[side] += [trainer.step(feeds)["loss"] for _ in range(9)]
         timer.seconds.clear()
         timers.append((side, timer, trainer, trainer.steps_done))
-        steps[side] = lambda trainer=trainer, feeds=feeds: trainer.step(feeds)
+        steps[side] = functools.partial(trainer.step, feeds)
     if arguments.compile:
         steps["compile"] = stepper(workers.wrap(torch.compile(copy.deepcopy(module))), inputs, label, LEARNING_RATE)
         for _ in range(3):

@@ -20,7 +20,7 @@ def stepper(module: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Te
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten())
         else:
             loss = nn.functional.cross_entropy(logits, label)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return float(loss.item())
 

@@ -12,6 +12,7 @@ difference of a loss from PyTorch eager over four steps of models without dropou
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import subprocess
@@ -132,8 +133,13 @@ def _torch(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         step = _torch_step(module, inputs, label, device, arguments.precision == "bf16", compiled=mode == "compile")
         losses = [float(step()) for _ in range(STEPS)]
         found.setdefault("losses", losses)
-        found[mode] = _milliseconds(lambda count, step=step: [step() for _ in range(count)], wait, arguments.seconds)
+        found[mode] = _milliseconds(functools.partial(_repeat, step), wait, arguments.seconds)
     return found
+
+
+def _repeat(step: Callable[[], Any], count: int) -> None:
+    for _ in range(count):
+        step()
 
 
 def _torch_step(

@@ -97,7 +97,7 @@ def _graphc(folder: Path, name: str, arguments: argparse.Namespace) -> float:
 
     def trainer(target: str) -> Callable[[], Any]:
         feeds = dict(np.load(folder / f"{target}.npz"))
-        loss = graphc.losses.SoftmaxCrossEntropy(**({"axis": 1} if feeds["label"].ndim == 3 else {}))
+        loss = graphc.losses.SoftmaxCrossEntropy(axis=1 if feeds["label"].ndim == 3 else None)
         program = graphc.compile(folder / f"{target}.onnx", loss=loss, optimizer=graphc.optim.AdamW(lr=LEARNING_RATE))
         found = graphc.Trainer(program, threads=arguments.threads)
         return lambda: found.step(feeds)

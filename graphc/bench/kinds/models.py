@@ -229,7 +229,7 @@ class ConvNeXt(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
             y = self.scale * self.narrow(functional.gelu(self.wide(y)))
-            return x + y.permute(0, 3, 1, 2)
+            return x + y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
     def __init__(self, widths: tuple[int, ...], counts: tuple[int, ...]) -> None:
         super().__init__()
