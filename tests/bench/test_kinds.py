@@ -33,7 +33,7 @@ def test_a_kind_follows_pytorch_step_by_step(name: str, fuse: str) -> None:
     program = graphc.compile(
         module,
         example_inputs=inputs,
-        loss=graphc.losses.SoftmaxCrossEntropy(**({"axis": 1} if len(kind.labels) == 3 else {})),
+        loss=graphc.losses.SoftmaxCrossEntropy(axis=1 if len(kind.labels) == 3 else None),
         optimizer=graphc.optim.SGD(lr=1e-3),
         backend=f"onnxruntime:fuse={fuse}",
     )
@@ -60,3 +60,16 @@ def test_the_memory_of_both_sides_holds_the_training_state() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     ours, theirs, _, state = map(float, done.stdout.splitlines()[-1].split()[1:])
     assert min(ours, theirs) > 0.9 * state > 0
+
+
+@pytest.mark.full
+def test_the_command_for_a_gpu_times_both_sides_on_the_same_losses() -> None:
+    """On the CPU, where the command takes the same path but for the devices."""
+    command = [sys.executable, "-m", "graphc.bench.kinds.gpu", "wavenet", "--size", "small", "--precision", "tf32"]
+    done = subprocess.run([*command, "--device", "cpu", "--eager"], capture_output=True, text=True, check=True)
+    head, row = done.stdout.splitlines()
+    found = dict(zip(("graphc", "eager", "compile", "ratio", "first", "off"), map(float, row.split()[1:]), strict=True))
+    assert head.split()[0] == "kind"
+    assert row.startswith("wavenet")
+    assert found["ratio"] == pytest.approx(found["eager"] / found["graphc"], abs=0.02)
+    assert found["off"] < 1e-5
