@@ -15,6 +15,7 @@ from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.builder import Builder
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
 from tests.backends.library_cases import empty_model
+from tests.tiers import params
 
 pytestmark = [
     pytest.mark.full,
@@ -88,3 +89,43 @@ def test_a_reduction_that_lies_as_the_graph_has_it_keeps_its_loops() -> None:
             node.attributes["perm"] = ir.AttrInt64s("perm", [0, 1, 2, 3])
     calls = compile_segment(ir.to_proto(model)).calls
     assert all(call.source.form.loops == () for call in calls if isinstance(call, KernelCall))
+
+
+def views(op: Builder, rng: np.random.Generator, x: ir.Value, array: Any, shape: list[int]) -> tuple[ir.Value, Any]:
+    """``x`` and its numbers after a few transposes and reshapes, in the end of ``shape``."""
+    sizes = list(array.shape)
+    for _ in range(int(rng.integers(1, 4))):
+        order = [int(k) for k in rng.permutation(len(sizes))]
+        x, array = op.Transpose(x, perm=order), array.transpose(order)
+        sizes = [int(n) for n in rng.permutation(shape)] if rng.random() < 0.6 else list(array.shape)
+        x, array = op.Reshape(x, sizes), array.reshape(sizes)
+    return op.Reshape(x, shape), array.reshape(shape)
+
+
+@pytest.mark.parametrize("seed", params(range(60), large=range(8, 60)))
+def test_reductions_of_random_views(seed: int) -> None:
+    """Of two arrays that lie in different orders; some store a result of the whole shape beside."""
+    rng = np.random.default_rng(seed)
+    shape = [int(n) for n in rng.choice([2, 3, 4, 5, 8, 12], size=4)]
+    model, feeds = empty_model(), {}
+    op, parts = Builder(model.graph), []
+    for name in ("a", "b"):
+        lies = [int(n) for n in rng.permutation(shape)]
+        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(lies))
+        model.graph.inputs.append(value)
+        feeds[name] = rng.standard_normal(lies).astype(np.float32)
+        parts.append(views(op, rng, value, feeds[name], shape))
+    (x, a), (y, b) = parts
+    axes = sorted(int(k) for k in rng.choice(4, size=int(rng.integers(1, 4)), replace=False))
+    total, want = op.ReduceSum(op.Mul(x, y), axes, keepdims=1), (a * b).sum(tuple(axes), keepdims=True)
+    expected = {
+        "total": (total, want),
+        "rest": (op.Sub(x, total), a - want),
+        "most": (op.ReduceMax(y, axes), b.max(tuple(axes))),
+    }
+    for name, (value, _) in expected.items():
+        value.name = name
+        model.graph.outputs.append(value)
+    results, _ = run_segment(ir.to_proto(model), feeds, EmulatedDevice(order=2) if seed % 4 == 0 else HostDevice())
+    for name, (_, array) in expected.items():
+        np.testing.assert_allclose(results[name].reshape(array.shape), array, rtol=1e-4, atol=1e-5, err_msg=name)
