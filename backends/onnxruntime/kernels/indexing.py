@@ -93,6 +93,13 @@ def _gather_elements_grad(dy, indices, dx, start, stop):
     for line in range(start, stop):
         target = dx[line]
         target[:] = np.float32(0.0)
+        if dy.shape[2] == 1:  # along the last axis, without a loop of one element
+            for j in range(dy.shape[1]):
+                place = indices[line, j, 0]
+                place += count if place < 0 else 0
+                if 0 <= place < count:
+                    target[place, 0] += dy[line, j, 0]
+            continue
         for j in range(dy.shape[1]):
             slopes, places = dy[line, j], indices[line, j]
             for i in range(slopes.size):

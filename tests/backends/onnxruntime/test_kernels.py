@@ -215,14 +215,16 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
             compare("AveragePool", [x], both, pool)
 
 
+@pytest.mark.parametrize("count", [None, 100, 5, 1], ids=["whole lines", "many", "a few", "one"])
 @pytest.mark.parametrize("largest", [0, 1])
 @pytest.mark.parametrize(("shape", "axis"), [((40,), 0), ((5, 300), -1), ((3, 129, 7), 1), ((2, 16, 4, 4), 1)])
-def test_sorts_whole_lines_like_pytorch(shape: tuple[int, ...], axis: int, largest: int, pool: ThreadPool) -> None:
+def test_sorts_like_pytorch(shape: tuple[int, ...], axis: int, largest: int, count: int | None, pool: ThreadPool) -> None:
     x = np.round(normal(*shape) * 5)  # many are equal, and zeros have both signs: the first in a line comes first
     x.reshape(-1)[3:40:9] = np.array([np.inf, -np.inf, np.nan, -np.nan, 1e-40], np.float32)
     values, places = torch.sort(torch.tensor(x), dim=axis, descending=bool(largest), stable=True)
-    wanted = [values.numpy(), places.numpy()]
-    got = native("TopK", [x, np.array([shape[axis]])], {"axis": axis, "largest": largest}, pool, wanted, (1,))
+    taken = min(count or shape[axis], shape[axis])
+    wanted = [np.ascontiguousarray(found.narrow(axis, 0, taken).numpy()) for found in (values, places)]
+    got = native("TopK", [x, np.array([taken])], {"axis": axis, "largest": largest}, pool, wanted, (1,))
     np.testing.assert_array_equal(got[0], wanted[0])
     np.testing.assert_array_equal(got[1], wanted[1])
 
