@@ -1,4 +1,4 @@
-"""gathers: write a Gather by constant indices in arithmetic progression as slices.
+"""gathers: write a Gather by constant indices in arithmetic progression as slices, and sums of picks as products.
 
     before   y = Gather(x, [[0, 1, 2], [1, 2, 3]], axis=1)                              # windows of three
     after    y = Concat(Unsqueeze(x[:, 0:3], 1), Unsqueeze(x[:, 1:4], 1), axis=1)
@@ -8,6 +8,8 @@ side, where that of a Gather scatters. Windows, patches, channel orders and halv
 files. A GatherND of single indices, as exporters write ``x[:, indices]``, becomes a Gather first, which has a faster gradient.
 A Gather stays as it is if it reads a parameter (an embedding has a gradient of rows), if its indices or the length of the axis
 are known only at run time, or if they make more than 16 slices or slices of less than 4 elements.
+
+Sums of what a GatherND picks, as in adaptive pooling, become products first (:mod:`~graphc.passes.optimize.gathered_sums`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, input_of, required
+from graphc.passes.optimize.gathered_sums import sums_as_products
 from graphc.passes.optimize.simplify import dead_code_elimination, replace
 from graphc.pipeline import Context, graph_pass
 
@@ -40,14 +44,17 @@ def gathers(model: ir.Model, ctx: Context) -> bool:
     if not gathered:
         return False
     op, count = Builder(graph), 0
-    for node in gathered:
+    products = sums_as_products(graph, op)
+    for node in gathered if not products else [n for n in gathered if n.graph is graph and any(v.uses() for v in n.outputs)]:
         op.before, op.scope = node, node.name or node.op_type
         found = _as_slices(op, node) if node.op_type == "Gather" else _as_gather(op, node)
         count += found is not None and replace(graph, op, node.outputs[0], found)
     dead_code_elimination(graph)  # also of what replace() refused
     if count:
         ctx.note(f"gathers: {count} are slices or simpler gathers")
-    return count > 0
+    if products:
+        ctx.note(f"gathers: {counted(products, 'sum')} of gathered elements as products")
+    return count + products > 0
 
 
 def _as_gather(op: Builder, node: ir.Node) -> ir.Value | None:

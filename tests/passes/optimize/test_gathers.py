@@ -116,3 +116,64 @@ def test_windows_and_shuffles_train_as_in_pytorch() -> None:
     module, x, label = Patches(), torch.randn(6, 2, 8, 8), torch.randint(0, 5, (6,))
     ops = ops_trained(module, x, label)
     assert not {"GatherND", "GatherGrad", "ScatterND", "ScatterElements"} & set(ops)
+
+
+POOLS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "of other sizes": (nn.AdaptiveAvgPool2d((7, 5)), (6, 2, 16, 13)),
+    "to more pixels": (nn.AdaptiveAvgPool2d((7, 7)), (6, 2, 6, 5)),
+    "of lines": (nn.AdaptiveAvgPool1d(5), (6, 2, 13)),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", POOLS)
+def test_adaptive_pools_are_products_and_train_as_in_pytorch(name: str) -> None:
+    torch.manual_seed(0)
+    pool, shape = POOLS[name]
+    x, label = torch.randn(shape), torch.randint(0, 5, shape[:1])
+    convolution = (nn.Conv1d if len(shape) == 3 else nn.Conv2d)(2, 3, 1)
+    last = nn.Linear(3 * pool(torch.zeros(1, 1, *shape[2:])).numel(), 5)
+    ops = ops_trained(nn.Sequential(convolution, pool, nn.Flatten(), last), x, label)
+    assert not {"Gather", "GatherND", "GatherGrad", "ScatterND", "ScatterElements"} & set(ops)
+
+
+SUM = """<ir_version: 10, opset_import: ["": 21]>
+g (float[6, 8, batch] x) => (float y{more})
+<int64[3, 2, 2] i = {{{indices}}}, float none = {{0}}, bool[3, 1, 1] seen = {{1, 0, 1}}> {{
+  w = GatherND (x, i)
+  m = Where (seen, w, none)
+  zero = Constant <value_int = 0> ()
+  one = Constant <value_int = 1> ()
+  a = Gather <axis = 1> (m, zero)
+  b = Gather <axis = 1> (m, one)
+  y = Add (a, {last})
+}}"""
+INDICES = "0, 1, 2, 3, 5, 7, -6, -8, 1, 1, 1, 1"
+
+
+def sum_of_picks(indices: str = INDICES, last: str = "b", more: str = "") -> tuple[ir.Model, list[str]]:
+    """A sum of elements that a GatherND picks, after the pass, and its ops."""
+    model = ir.from_onnx_text(SUM.format(indices=indices, last=last, more=more))
+    run(model, [PassCall("legalize"), PassCall("gathers")])
+    return model, [node.op_type for node in model.graph]
+
+
+def test_a_sum_of_picks_that_no_two_matrices_make_is_one_product() -> None:
+    model, ops = sum_of_picks()
+    assert "GatherND" not in ops
+    assert ops.count("MatMul") == 1
+    x = np.random.default_rng(0).standard_normal((6, 8, 4)).astype(np.float32)
+    want = np.stack([x[0, 1] + x[2, 3], np.zeros(4), x[1, 1] + x[1, 1]])
+    np.testing.assert_allclose(run_model(model, {"x": x})["y"], want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("indices", "last", "more"),
+    [
+        (INDICES.replace("7", "8"), "b", ""),  # an index outside, which the GatherND reports
+        (INDICES, "none", ""),  # no sum of picks
+        (INDICES, "b", ", float b"),  # another result besides the sum
+    ],
+)
+def test_what_is_no_sum_of_picks_stays(indices: str, last: str, more: str) -> None:
+    assert "GatherND" in sum_of_picks(indices, last, more)[1]
