@@ -108,7 +108,7 @@ def _stays(value: ir.Value, reader: ir.Node, known: Mapping[ir.Value, Picked]) -
 def _start(node: ir.Node) -> Picked | None:
     data, indices = input_of(node), _known(node.inputs[1])
     sizes = dims(data)
-    if indices is None or sizes is None or data.is_initializer() or node.attributes.get_int("batch_dims", 0):
+    if indices is None or sizes is None or data.is_initializer() or node.attributes.get_int("batch_dims", 0) != 0:
         return None
     if data.dtype is None or not data.dtype.is_floating_point() or indices.shape[-1] > len(sizes):
         return None
@@ -160,7 +160,7 @@ def _follow(node: ir.Node, known: dict[ir.Value, Picked]) -> Picked | None:
             place = sum(a is None for a in x.axes[:axis])
             if not -x.matrix.shape[place] <= int(index) < x.matrix.shape[place]:
                 return None
-            return Picked((*x.axes[:axis], *x.axes[axis + 1 :]), x.matrix.take(int(index), axis=place), x.sums)
+            return Picked((*x.axes[:axis], *x.axes[axis + 1 :]), np.take(x.matrix, [int(index)], axis=place).squeeze(place), x.sums)
         case "Where", [None, *_]:
             return _masked(node, operands)
         case "Add", [Picked() as x, Picked() as y] if x.axes == y.axes and x.matrix.shape == y.matrix.shape:
