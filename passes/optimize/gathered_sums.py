@@ -8,7 +8,8 @@ PyTorch's newer exporter writes adaptive average pooling of 32 × 32 to 7 × 7 p
 
 The nodes between the GatherND and the last sum are linear in x, with coefficients that depend on the picked axes alone. They
 are followed as one matrix over those axes. Divisions by the counts stay behind the product, whose coefficients are small whole
-numbers, exact in 16 bits. A gradient is two products as well, where that of a GatherND scatters on one thread.
+numbers, exact in 16 bits. A gradient is two products as well, where that of a GatherND scatters on one thread. Where x has an
+infinity or NaN, more sums are NaN than those that pick it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from graphc.passes.optimize.simplify import replace
 LARGEST = 1 << 24
 """Elements of the matrix that is followed through the nodes."""
 
-CONSTANTS = 1 << 16
-"""Elements of indices and masks that are computed from constants."""
+CONSTANTS, DEPTH = 1 << 16, 32
+"""Elements of indices and masks that are computed from constants, and most nodes between."""
 
 DENSE = 1 << 20
 """Elements of a matrix that does not divide into one for each axis."""
@@ -67,9 +68,9 @@ class Picked:
 
 def sums_as_products(graph: ir.Graph, op: Builder) -> int:
     """Replace every sum that can be one; returns their number."""
-    count = 0
+    count, constants = 0, _Constants()
     for node in [node for node in graph if node.domain == "" and node.op_type == "GatherND"]:
-        last = _last_sum(node)
+        last = _last_sum(node, constants)
         if last is None:
             continue
         value, found = last
@@ -79,9 +80,9 @@ def sums_as_products(graph: ir.Graph, op: Builder) -> int:
     return count
 
 
-def _last_sum(node: ir.Node) -> tuple[ir.Value, Picked] | None:
+def _last_sum(node: ir.Node, constants: _Constants) -> tuple[ir.Value, Picked] | None:
     """The only value that others read of all that is linear in ``node``, if it is a sum."""
-    start = _start(node)
+    start = _start(node, constants)
     if start is None:
         return None
     known = {node.outputs[0]: start}
@@ -90,7 +91,7 @@ def _last_sum(node: ir.Node) -> tuple[ir.Value, Picked] | None:
         for reader in sorted(pending.pop().consumers(), key=lambda n: n.name or ""):
             if reader.domain or len(reader.outputs) != 1 or reader.outputs[0] in known:
                 continue
-            found = _follow(reader, known)
+            found = _follow(reader, known, constants)
             if found is not None and found.matrix.size <= LARGEST:
                 known[reader.outputs[0]] = found
                 pending.append(reader.outputs[0])
@@ -105,12 +106,12 @@ def _stays(value: ir.Value, reader: ir.Node, known: Mapping[ir.Value, Picked]) -
     return len(reader.outputs) == 1 and reader.outputs[0] in known
 
 
-def _start(node: ir.Node) -> Picked | None:
-    data, indices = input_of(node), _known(node.inputs[1])
+def _start(node: ir.Node, constants: _Constants) -> Picked | None:
+    data, indices = input_of(node), constants.of(node.inputs[1])
     sizes = dims(data)
     if indices is None or sizes is None or data.is_initializer() or node.attributes.get_int("batch_dims", 0) != 0:
         return None
-    if data.dtype is None or not data.dtype.is_floating_point() or indices.shape[-1] > len(sizes):
+    if data.dtype is None or not data.dtype.is_floating_point() or not indices.size or indices.shape[-1] > len(sizes):
         return None
     picked = [size for size in sizes[: indices.shape[-1]] if isinstance(size, int)]
     if len(picked) != indices.shape[-1] or indices.size // len(picked) * math.prod(picked) > LARGEST:
@@ -125,26 +126,33 @@ def _start(node: ir.Node) -> Picked | None:
     return Picked((*(None for _ in flat.shape), *kept), matrix)
 
 
-def _known(value: ir.Value | None, depth: int = 32) -> np.ndarray[Any, Any] | None:
-    """The constant value, or what small constants make it; exporters leave that to others."""
-    found = constant(value)
-    node = None if value is None else value.producer()
-    if found is not None or value is None or node is None or not depth:
+class _Constants:
+    """Constants, and what small constants make: exporters leave folding to others. No value is tried twice."""
+
+    def __init__(self) -> None:
+        self._tried: set[ir.Value] = set()
+
+    def of(self, value: ir.Value | None, depth: int = DEPTH) -> np.ndarray[Any, Any] | None:
+        """The value as an array, or None."""
+        found = constant(value)
+        node = None if value is None else value.producer()
+        if found is not None or value is None or node is None or value in self._tried or not depth:
+            return found
+        self._tried.add(value)
+        like = node.op_type == "CastLike"  # a mask's zero, in the type of what it masks
+        operands = [v for v in (node.inputs[:1] if like else node.inputs) if v is not None]
+        if any(self.of(operand, depth - 1) is None for operand in operands):
+            return None
+        if like:
+            found = required(constant(operands[0])).astype(value.dtype.numpy()) if value.dtype is not None else None
+        else:
+            found = evaluate(node, limit=CONSTANTS)
+        if found is not None:
+            value.const_value = ir.Tensor(found, name=value.name)
         return found
-    like = node.op_type == "CastLike"  # a mask's zero, in the type of what it masks
-    operands = [_known(v, depth - 1) for v in (node.inputs[:1] if like else node.inputs) if v is not None]
-    if any(operand is None for operand in operands):
-        return None
-    if like:
-        found = required(operands[0]).astype(value.dtype.numpy()) if value.dtype is not None else None
-    else:
-        found = evaluate(node, limit=CONSTANTS)
-    if found is not None:
-        value.const_value = ir.Tensor(found, name=value.name)
-    return found
 
 
-def _follow(node: ir.Node, known: dict[ir.Value, Picked]) -> Picked | None:
+def _follow(node: ir.Node, known: Mapping[ir.Value, Picked], constants: _Constants) -> Picked | None:
     """The result of ``node``, if it is linear in the same GatherND."""
     operands = [known.get(v) if v is not None else None for v in node.inputs]
     match node.op_type, operands:
@@ -154,27 +162,28 @@ def _follow(node: ir.Node, known: dict[ir.Value, Picked]) -> Picked | None:
             order = [number[axis] for axis in perm if x.axes[axis] is None]
             return Picked(tuple(x.axes[axis] for axis in perm), x.matrix.transpose(*order, len(order)), x.sums)
         case "Gather", [Picked() as x, None]:
-            index, axis = _known(node.inputs[1]), node.attributes.get_int("axis", 0) % len(x.axes)
+            index, axis = constants.of(node.inputs[1]), node.attributes.get_int("axis", 0) % len(x.axes)
             if index is None or index.ndim or x.axes[axis] is not None:
                 return None
             place = sum(a is None for a in x.axes[:axis])
             if not -x.matrix.shape[place] <= int(index) < x.matrix.shape[place]:
                 return None
-            return Picked((*x.axes[:axis], *x.axes[axis + 1 :]), np.take(x.matrix, [int(index)], axis=place).squeeze(place), x.sums)
+            matrix = np.take(x.matrix, [int(index)], axis=place).squeeze(place)
+            return Picked((*x.axes[:axis], *x.axes[axis + 1 :]), matrix, x.sums)
         case "Where", [None, *_]:
-            return _masked(node, operands)
+            return _masked(node, operands, constants)
         case "Add", [Picked() as x, Picked() as y] if x.axes == y.axes and x.matrix.shape == y.matrix.shape:
             return Picked(x.axes, x.matrix + y.matrix, True)
     return None
 
 
-def _masked(node: ir.Node, operands: Sequence[Picked | None]) -> Picked | None:
+def _masked(node: ir.Node, operands: Sequence[Picked | None], constants: _Constants) -> Picked | None:
     """Where(condition, 0, x) or Where(condition, x, 0)."""
-    condition = _known(node.inputs[0])
+    condition = constants.of(node.inputs[0])
     side = next((k for k in (1, 2) if operands[k] is not None), None)
     if condition is None or side is None:
         return None
-    other, x = _known(node.inputs[3 - side]), required(operands[side])
+    other, x = constants.of(node.inputs[3 - side]), required(operands[side])
     shown = x.beside(condition)
     if other is None or other.size != 1 or other.reshape(-1)[0] != 0 or other.ndim > len(x.axes) or shown is None:
         return None

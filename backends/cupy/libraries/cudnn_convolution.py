@@ -126,14 +126,15 @@ def _tensor(shape: Sequence[int], dtype: ir.DataType, last: bool) -> Tensor:
 
 
 def depthwise(node: ir.Node) -> bool:
-    """Whether every channel is convolved by itself, with channels last, which a kernel of graphc's does.
+    """Whether every one of several channels is convolved by itself, with channels last, which a kernel of graphc's does.
 
     The gradient of the weight stays with the library, and so do numbers of 64 bits.
     """
     if node.op_type not in (PREFIX + FORWARD, PREFIX + INPUT) or dtype_of(node.outputs[0]) == ir.DataType.DOUBLE:
         return False
     channels = {shape_of(v)[-1] for v in (node.inputs[0], node.outputs[0])} | {shape_of(node.inputs[1])[0]}
-    return len(channels) == 1 and node.attributes.get_int("group", 1) in channels and 0 not in shape_of(node.outputs[0])
+    group = node.attributes.get_int("group", 1)
+    return channels == {group} and group > 1 and 0 not in shape_of(node.outputs[0])
 
 
 def _plain(node: ir.Node) -> bool:
