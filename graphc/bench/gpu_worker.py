@@ -215,6 +215,13 @@ def _torch_step(name: str, job: BenchJob, precision: str, mode: str, device: str
             logits = module(feeds["input"])
             return torch.nn.functional.cross_entropy(logits.flatten(0, -2), feeds["label"].flatten())
 
+    return torch_step(forward, optimizer, mode)
+
+
+def torch_step(forward: Step, optimizer: Any, mode: str) -> Step:
+    """One training step in one of the :data:`MODES`; ``forward`` returns the loss, the step the loss without its graph."""
+    import torch
+
     loss_of = forward
     if mode != "eager":
         loss_of = torch.compile(forward, mode="reduce-overhead" if mode == "compile+graphs" else None)
@@ -223,10 +230,10 @@ def _torch_step(name: str, job: BenchJob, precision: str, mode: str, device: str
         if mode == "compile+graphs":
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         loss = loss_of()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss.detach()  # type: ignore[no-any-return]
 
     return step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,13 @@ from graphc.ir.builder import Builder
 def empty_model() -> ir.Model:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="test")
     return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def new_input(model: ir.Model, name: str, shape: tuple[int, ...], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+    """An input that the model did not have."""
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+    model.graph.inputs.append(value)
+    return value
 
 
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
@@ -40,11 +48,7 @@ def convolutions(name: str, last: bool, dtype: ir.DataType = ir.DataType.FLOAT) 
     model = empty_model()
     op = Builder(model.graph)
 
-    def given(name: str, shape: tuple[int, ...]) -> ir.Value:
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
-        model.graph.inputs.append(value)
-        return value
-
+    given = functools.partial(new_input, model, dtype=dtype)
     turn = (lambda s: (s[0], *s[2:], s[1])) if last else (lambda s: s)
     x, w, b = given("x", turn(x_shape)), given("w", turn(w_shape)), given("b", (w_shape[0],))
     domain, prefix = (op.graphc, "ChannelsLast") if last else (op.graphc, "")

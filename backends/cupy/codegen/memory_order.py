@@ -5,8 +5,8 @@ A kernel loops over dimensions as the graph has them, which need not be the orde
 
     x[batch, pixel, group, channel]        offset = 1048576·c0 + 64·(c2 mod 16384) + 8·r1 + c2 ÷ 16384
 
-There, neighbouring columns are 64 elements apart. Cut at 16384, and with the loops the other way round, dimension 2 has 8
-neighbours for a thread to take at once.
+There, neighbouring columns are 64 elements apart. Dimension 2 is cut into two loops, of 8 channels and of 16384 pixels, and the
+channels become the inner loop: a thread then takes 8 neighbours at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ MOST_PARTS = 4
 def ordered(
     spec: KernelSpec, source: KernelSource, source_of: Callable[[tuple[LoopPart, ...]], KernelSource]
 ) -> tuple[LoopPart, ...]:
-    """The loops of a reduction as memory has them, the farthest apart first; empty: one a dimension reads as many neighbours.
+    """Sort the loops of a reduction by how far apart their elements lie in memory, the farthest outermost.
+
+    Returns:
+        Empty if one loop a dimension, in the graph's order, reads as many neighbours.
 
     Args:
         source: the kernel with one loop a dimension.

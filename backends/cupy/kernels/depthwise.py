@@ -131,7 +131,11 @@ def _line(what: _Sum, x: ir.Value | None, w: ir.Value | None, vector: int, count
 
 
 def _taps(what: _Sum, x: ir.Value | None, w: ir.Value | None, vector: int, count: int, at: int) -> str:
-    """Statements that add the taps from ``at`` of a line; the loops have constant bounds, so that they vanish."""
+    """Statements that add the taps from ``at`` of a line.
+
+    The loops have constant bounds, so that they vanish, and with them the pixels that no tap meets. Written out pixel by pixel,
+    NVRTC takes 96 registers for 7 × 7 taps in place of 72.
+    """
     taps, step, apart = min(TAPS, what.kernel[-1] - at), what.strides[-1], what.dilations[-1]
     read = expressions.load(dtype_of(x), "pack.at[v]")
     return f"""{{

@@ -19,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from graphc.bench.gpu_worker import MODES, Step, Steps, kernels, milliseconds, on_device, torch_step
 
 LEARNING_RATE = 1e-3
 STEPS = 4
@@ -60,11 +61,11 @@ def main() -> None:
 
 
 def _print(name: str, ours: dict[str, Any], theirs: dict[str, Any], arguments: argparse.Namespace) -> None:
-    best = min(theirs["eager"], theirs.get("compile", float("inf")))
+    best = min(theirs["eager"], theirs.get(MODES[-1], float("inf")))
     off = float("nan")
     if not theirs["drops"]:
         off = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
-    columns = (ours["ms"], theirs["eager"], theirs.get("compile", float("nan")))
+    columns = (ours["ms"], theirs["eager"], theirs.get(MODES[-1], float("nan")))
     times = " ".join(f"{milliseconds:10.2f}" for milliseconds in columns)
     print(f"{name:<10} {times} {best / ours['ms']:6.2f} {ours['first']:8.2f} {off:8.1e}", flush=True)
     for row in ours["kernels"][: arguments.kernels]:
@@ -95,7 +96,6 @@ def _export(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _graphc(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     import graphc
-    from graphc.bench.gpu_worker import kernels, on_device
 
     with np.load(arguments.folder / "feeds.npz") as file:
         host = dict(file)
@@ -113,7 +113,7 @@ def _graphc(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         losses = [trainer.step(feeds)["loss"]]
         first = time.perf_counter() - start
         losses += [trainer.step(feeds)["loss"] for _ in range(STEPS - 1)]
-        spent = _milliseconds(lambda count: trainer.fit(itertools.repeat(feeds, count)), lambda: None, arguments.seconds)
+        spent = _best(lambda count: trainer.fit(itertools.repeat(feeds, count)), lambda: None, arguments.seconds)
         table = kernels(trainer, feeds) if arguments.kernels else []
         table.sort(key=lambda row: -row["measured_us"])
         return {"ms": spent, "first": first, "losses": losses, "kernels": table}
@@ -127,24 +127,22 @@ def _torch(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.backends.cudnn.allow_tf32 = True
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     found: dict[str, Any] = {}
-    for mode in ("eager",) if arguments.eager else ("eager", "compile"):
+    for mode in MODES[:1] if arguments.eager else (MODES[0], MODES[-1]):
         module, inputs, label = _made(name, arguments.size)
         found["drops"] = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in module.modules())
-        step = _torch_step(module, inputs, label, device, arguments.precision == "bf16", compiled=mode == "compile")
+        step = _torch_step(module, inputs, label, device, arguments.precision == "bf16", mode)
         losses = [float(step()) for _ in range(STEPS)]
         found.setdefault("losses", losses)
-        found[mode] = _milliseconds(functools.partial(_repeat, step), wait, arguments.seconds)
+        found[mode] = _best(functools.partial(_repeat, step), wait, arguments.seconds)
     return found
 
 
-def _repeat(step: Callable[[], Any], count: int) -> None:
+def _repeat(step: Step, count: int) -> None:
     for _ in range(count):
         step()
 
 
-def _torch_step(
-    module: Any, inputs: tuple[Any, ...], label: Any, device: str, low: bool, *, compiled: bool
-) -> Callable[[], Any]:
+def _torch_step(module: Any, inputs: tuple[Any, ...], label: Any, device: str, low: bool, mode: str) -> Step:
     import torch
 
     module = module.to(device).train()
@@ -161,18 +159,7 @@ def _torch_step(
                 return torch.nn.functional.cross_entropy(logits.flatten(0, 1), label.flatten())
             return torch.nn.functional.cross_entropy(logits, label)
 
-    loss_of = torch.compile(forward, mode="reduce-overhead") if compiled else forward
-
-    def step() -> torch.Tensor:
-        if compiled:
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        loss = loss_of()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+    return torch_step(forward, optimizer, mode)
 
 
 def _made(name: str, size: str) -> tuple[Any, tuple[Any, ...], Any]:
@@ -185,21 +172,8 @@ def _made(name: str, size: str) -> tuple[Any, tuple[Any, ...], Any]:
     return kind.module(), kind.inputs(), torch.randint(0, kind.classes, kind.labels)
 
 
-def _milliseconds(run: Callable[[int], Any], wait: Callable[[], Any], seconds: float) -> float:
-    """Mean milliseconds of a step in the better of two rounds that take about this long."""
-    run(3)
-    wait()
-    start = time.perf_counter()
-    run(3)
-    wait()
-    count = max(5, min(2000, int(seconds / ((time.perf_counter() - start) / 3))))
-    rounds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        run(count)
-        wait()
-        rounds.append((time.perf_counter() - start) / count * 1e3)
-    return min(rounds)
+def _best(run: Steps, wait: Step, seconds: float) -> float:
+    return min(milliseconds(run, wait, seconds) for _ in range(2))
 
 
 SIDES = {"export": _export, "graphc": _graphc, "torch": _torch}

@@ -14,7 +14,7 @@ from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.ir.builder import Builder
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
-from tests.backends.library_cases import empty_model
+from tests.backends.library_cases import empty_model, new_input
 from tests.tiers import params
 
 pytestmark = [
@@ -38,8 +38,7 @@ def last_to_first(shape: tuple[int, ...], view: tuple[int, ...], op_type: str, a
     """A reduction of the square of an image [batch, height, width, channels], which the graph has as [batch, channels, …]."""
     model = empty_model()
     op = Builder(model.graph)
-    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(list(shape)))
-    model.graph.inputs.append(x)
+    x = new_input(model, "x", shape)
     turned = op.Reshape(op.Transpose(op.Mul(x, x), perm=[0, 3, 1, 2]), list(view))
     y = getattr(op, op_type)(turned, list(axes), keepdims=0)
     y.name = "y"
@@ -111,10 +110,8 @@ def test_reductions_of_random_views(seed: int) -> None:
     op, parts = Builder(model.graph), []
     for name in ("a", "b"):
         lies = [int(n) for n in rng.permutation(shape)]
-        value = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(lies))
-        model.graph.inputs.append(value)
         feeds[name] = rng.standard_normal(lies).astype(np.float32)
-        parts.append(views(op, rng, value, feeds[name], shape))
+        parts.append(views(op, rng, new_input(model, name, tuple(lies)), feeds[name], shape))
     (x, a), (y, b) = parts
     axes = sorted(int(k) for k in rng.choice(4, size=int(rng.integers(1, 4)), replace=False))
     total, want = op.ReduceSum(op.Mul(x, y), axes, keepdims=1), (a * b).sum(tuple(axes), keepdims=True)

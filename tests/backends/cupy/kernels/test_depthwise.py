@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import shutil
 from typing import Any
@@ -17,7 +18,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.decomposition import decompose_graph
 from graphc.passes.optimize.simplify import simplify_graph
 from tests.backends.host_kernels import EmulatedDevice, HostDevice, run_segment
-from tests.backends.library_cases import empty_model
+from tests.backends.library_cases import empty_model, new_input
 
 pytestmark = [
     pytest.mark.full,
@@ -56,12 +57,7 @@ def depthwise_model(name: str, dtype: ir.DataType) -> ir.Model:
     kernel = case.pop("w")
     model = empty_model()
     op = Builder(model.graph)
-
-    def given(name: str, shape: tuple[int, ...]) -> ir.Value:
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
-        model.graph.inputs.append(value)
-        return value
-
+    given = functools.partial(new_input, model, dtype=dtype)
     size = (batch, *space, channels)
     x, w, b = given("x", size), given("w", (channels, *kernel, 1)), given("b", (channels,))
     y = op.graphc.ChannelsLastConv(x, w, b, **case, group=channels, activation="relu")
