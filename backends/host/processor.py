@@ -5,6 +5,7 @@ A level is a set of instructions that many processors have: code for it runs on 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import sys
@@ -83,6 +84,23 @@ def multiplies_bfloat16() -> bool:
     """Whether this processor multiplies bfloat16 faster than float32 (AMX, AVX512-BF16, Arm's BF16)."""
     features = llvm.get_host_cpu_features()
     return any(features.get(name) for name in ("amx-bf16", "avx512bf16", "bf16"))
+
+
+_TILE_DATA = 18
+"""The number of the state that holds AMX's tiles; Linux gives it to processes that ask."""
+
+
+@functools.cache
+def has_matrix_tiles() -> bool:
+    """Whether kernels may multiply bfloat16 on AMX's tiles here: the processor has them, and the system lets this process.
+
+    Code for a level that ``GRAPHC_PROCESSOR`` names does without, since other processors of that level have none.
+    """
+    features, wanted = llvm.get_host_cpu_features(), processor()
+    if wanted.chosen or wanted.level != "x86-64-v4" or not (features.get("amx-tile") and features.get("amx-bf16")):
+        return False
+    arch_prctl, request_permission = 158, 0x1023
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, _TILE_DATA) == 0)
 
 
 def _whole(features: str, lanes: int) -> str:

@@ -23,8 +23,10 @@ _FASTMATH = {"contract", "reassoc", "arcp", "nsz"}
 @functools.cache
 def numba_package() -> Any:
     """Numba, imported on first use."""
-    import numba  # late: see the module's docstring
+    import llvmlite.binding  # late: see the module's docstring
+    import numba
 
+    llvmlite.binding.initialize_native_asmparser()  # kernels on matrix tiles hold assembly text
     numba.config.CPU_NAME, numba.config.CPU_FEATURES = processor().name, processor().features  # type: ignore[attr-defined]
     return numba
 

@@ -1,7 +1,7 @@
 """Matrix products by oneDNN, which takes 3 to 15 % less time over them than onnxruntime (float32, AVX-512, one thread).
 
 GFLOP/s for 512 × 256 × 1024 and its gradients: oneDNN 112, 105, 112; onnxruntime 108, 99, 96. Where operands lie badly for
-oneDNN on AVX2, :mod:`.panels` computes the product.
+oneDNN on AVX2, :mod:`.panels` computes the product, and on processors with AMX :mod:`.tiles` a large one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
 from graphc.backends.onnxruntime.kernels.panels import product_in_panels
+from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
 from graphc.backends.onnxruntime.vectors.functions import LANES
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
@@ -69,12 +70,28 @@ def matmul(k: Binding) -> Run:
         lib = library()
         assert lib is not None
         of_a, of_b, of_c = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, c))
-        return MatmulPrimitive(lib, of_a, of_b, of_c, None, pool=k.pool).runner()
+
+        def by_onednn() -> Run:
+            return MatmulPrimitive(lib, of_a, of_b, of_c, None, pool=k.pool).runner()
+
+        if is_better_on_tiles(k.pool, of_c.shape, of_a.shape[2]):
+            return product_on_tiles(k.pool, of_a, of_b, of_c, None, by_onednn)
+        return by_onednn()
     return product_of(k.pool, a.reshape(-1, b.shape[0]), b, c.reshape(-1, b.shape[1]))
 
 
 def product_of(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None = None) -> Run:
-    """c = a·b + bias for matrices, a and b possibly views of others with rows apart or transposed: by oneDNN or in panels."""
+    """c = a·b + bias for matrices, a and b possibly views of others with rows apart or transposed.
+
+    oneDNN computes it, or :mod:`.panels` or :mod:`.tiles` where they are faster.
+    """
+    if is_better_on_tiles(pool, (1, *c.shape), a.shape[1]):
+        return product_on_tiles(pool, a, b, c, bias, lambda: product_without_tiles(pool, a, b, c, bias))
+    return product_without_tiles(pool, a, b, c, bias)
+
+
+def product_without_tiles(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None) -> Run:
+    """c = a·b + bias as :func:`product_of`, by oneDNN or in panels."""
     lib = library()
     if lib is None or (_is_better_in_panels(a, b) and not pool.bf16_products):
         return product_in_panels(pool, a, b, c, bias)

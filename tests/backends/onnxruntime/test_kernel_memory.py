@@ -128,8 +128,10 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(65, 130), f(130, 129), f(129)),
         c(f(130, 65), f(129, 130), transA=1, transB=1),
         c(f(9, 1024), f(9, 130), transA=1),
+        c(f(499, 601), f(601, 517), f(517)),
+        c(f(601, 499), f(517, 601), transA=1, transB=1),
     ],
-    "MatMul": [c(f(3, 65, 130), f(130, 129)), c(f(2, 3, 65, 130), f(2, 3, 130, 33))],
+    "MatMul": [c(f(3, 65, 130), f(130, 129)), c(f(2, 3, 65, 130), f(2, 3, 130, 33)), c(f(2, 499, 601), f(2, 601, 517))],
     "graphc::GatherGrad": [
         c(f(2, 2, 4099), np.array([[0, 4], [-5, 4]], kind), i(5, 4099), constants=(2,)) for kind in (np.int64, np.int32)
     ],

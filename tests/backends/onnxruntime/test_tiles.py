@@ -1,0 +1,129 @@
+"""Products on AMX's tiles: as exact as float32, the same with any number of threads, and right where numbers are not finite."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime")
+
+from graphc.backends.host.processor import has_matrix_tiles
+from graphc.backends.onnxruntime.kernels.linear import product_without_tiles
+from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
+from graphc.backends.onnxruntime.pool import ThreadPool
+
+pytestmark = pytest.mark.skipif(not has_matrix_tiles(), reason="this processor has no AMX, or GRAPHC_PROCESSOR leaves it out")
+
+Array = np.ndarray
+rng = np.random.default_rng(5)
+
+
+def normal(*shape: int) -> Array:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+def product(a: Array, b: Array, bias: Array | None = None, threads: int = 2) -> Array:
+    c = np.full((*a.shape[:-1], b.shape[-1]), np.nan, dtype=np.float32)
+    pool = ThreadPool(threads)
+
+    def otherwise() -> object:
+        return product_without_tiles(pool, a, b, c, bias)
+
+    product_on_tiles(pool, a, b, c, bias, otherwise)()
+    pool.close()
+    return c
+
+
+def error(found: Array, a: Array, b: Array, bias: Array | None) -> float:
+    """The largest error in units of the sum of the terms' sizes."""
+    a, b, bias = a.astype(np.float64), b.astype(np.float64), np.zeros(1) if bias is None else bias
+    return float((np.abs(found - (a @ b + bias)) / (np.abs(a) @ np.abs(b) + np.abs(bias))).max())
+
+
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(1, 1, 1), (33, 70, 95), (64, 32, 96), (130, 513, 40), (40, 1100, 600), (1030, 65, 700)]
+)
+def test_products_are_as_exact_as_those_of_float32(rows: int, depth: int, columns: int) -> None:
+    for turned_a, turned_b, has_bias in itertools.product((False, True), repeat=3):
+        a = normal(depth, rows).T if turned_a else normal(rows, depth)
+        b = normal(columns, depth).T if turned_b else normal(depth, columns)
+        bias = normal(columns) if has_bias else None
+        assert error(product(a, b, bias), a, b, bias) < 2e-7
+
+
+def test_parts_of_wider_matrices() -> None:
+    a, b = normal(70, 200)[:, 30:130], normal(160, 200)[20:120, 3:100]
+    assert error(product(a, b), a, b, None) < 2e-7
+
+
+@pytest.mark.parametrize("count", [2, 5, 40])
+def test_many_products(count: int) -> None:
+    a, b = normal(count, 70, 90), normal(count, 50, 90).transpose(0, 2, 1)
+    found = product(a, b)
+    assert max(error(found[n], a[n], b[n], None) for n in range(count)) < 2e-7
+
+
+def test_numbers_of_very_different_sizes() -> None:
+    a = normal(64, 256) * np.float32(10) ** rng.integers(-15, 18, (64, 1)).astype(np.float32)
+    b = normal(256, 64) * np.float32(10) ** rng.integers(-15, 18, (1, 64)).astype(np.float32)
+    assert error(product(a, b), a, b, None) < 2e-7
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    a, b = normal(700, 600), normal(600, 650)
+    found = [product(a, b, threads=threads) for threads in (1, 2, 3)]
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38])
+@pytest.mark.parametrize("edge", [False, True])
+def test_numbers_that_are_not_finite_come_out_as_elsewhere(value: float, edge: bool) -> None:
+    a, b = normal(70, 80), np.ones((80, 50), dtype=np.float32)
+    a[69 if edge else 3, 17] = value
+    found, exact = product(a, b), a @ b
+    assert (np.isnan(found) == np.isnan(exact)).all()
+    known = np.isfinite(exact)
+    assert (found[~known & ~np.isnan(exact)] == exact[~known & ~np.isnan(exact)]).all()
+    assert np.allclose(found[known], exact[known], rtol=1e-5, atol=1e-5)
+
+
+def test_infinite_results_once_do_not_slow_later_ones() -> None:
+    a, b, c = normal(64, 64), normal(64, 64), np.empty((64, 64), dtype=np.float32)
+    pool, calls = ThreadPool(1), []
+
+    def otherwise() -> object:
+        calls.append("made")
+        return lambda: calls.append("run")
+
+    run = product_on_tiles(pool, a, b, c, None, otherwise)
+    run()
+    a[0, 0] = np.inf
+    run()
+    run()
+    a[0, 0] = 1
+    run()
+    assert calls == ["made", "run", "run"]
+    pool.close()
+
+
+def test_large_products_alone_are_worth_it() -> None:
+    pool, low = ThreadPool(2), ThreadPool(2, bf16_products=True)
+    assert is_better_on_tiles(pool, (1, 1024, 1024), 256)
+    assert not is_better_on_tiles(pool, (1, 1024, 32), 256)
+    assert not is_better_on_tiles(pool, (1, 64, 64), 64)
+    assert not is_better_on_tiles(low, (1, 1024, 1024), 256)
+    pool.close()
+    low.close()
+
+
+def test_code_for_a_level_of_processors_uses_none() -> None:
+    script = "from graphc.backends.host.processor import has_matrix_tiles as has; print(has())"
+    environment = {**os.environ, "GRAPHC_PROCESSOR": "x86-64-v4"}
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"
