@@ -1,4 +1,4 @@
-"""Convolution and its gradients: Winograd's algorithm where it takes less time, else oneDNN.
+"""Convolution and its gradients: on matrix tiles or by Winograd's algorithm where it takes less time, else oneDNN.
 
 Without oneDNN, only the weight gradient has a kernel (Numba). Measured on ResNet-50, batch 4, two threads: oneDNN's three
 primitives take about 0.7 of the time of onnxruntime's Conv and ConvTranspose plus the Numba weight gradient.
@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
-from graphc.backends.onnxruntime.kernels import depthwise, winograd
+from graphc.backends.onnxruntime.kernels import depthwise, tiled_convolution, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
@@ -46,10 +46,15 @@ def conv(k: Binding) -> Run:
     alone = _depthwise_window(k, "forward", x, w)
     if alone is not None:
         return depthwise.convolve(k.pool, x, w, bias, y, alone)
-    window = _winograd_window(k, "forward", x, w, y)
-    if window is not None:
-        return winograd.convolve(k.pool, scratchpad_of(k.pool), x, w, bias, y, window)
-    return _onednn(k, "forward", x, w, y, bias)
+
+    def otherwise() -> Run:
+        window = _winograd_window(k, "forward", x, w, y)
+        if window is not None:
+            return winograd.convolve(k.pool, scratchpad_of(k.pool), x, w, bias, y, window)
+        return _onednn(k, "forward", x, w, y, bias)
+
+    tiled = _tiled_window(k, "forward", x, w, y)
+    return otherwise() if tiled is None else tiled_convolution.convolve("forward", k.pool, x, w, bias, y, tiled, otherwise)
 
 
 def _is_plainly_padded(node: ir.Node) -> bool:
@@ -88,10 +93,15 @@ def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
     alone = _depthwise_window(k, "input", dx, w)
     if alone is not None:
         return depthwise.input_gradient(k.pool, dy, w, dx, alone)
-    window = _winograd_window(k, "input", dx, w, dy)
-    if window is not None:
-        return winograd.input_gradient(k.pool, scratchpad_of(k.pool), dy, w, dx, window)
-    return _onednn(k, "input", dx, w, dy)
+
+    def otherwise() -> Run:
+        window = _winograd_window(k, "input", dx, w, dy)
+        if window is not None:
+            return winograd.input_gradient(k.pool, scratchpad_of(k.pool), dy, w, dx, window)
+        return _onednn(k, "input", dx, w, dy)
+
+    tiled = _tiled_window(k, "input", dx, w, dy)
+    return otherwise() if tiled is None else tiled_convolution.convolve("input", k.pool, dx, w, None, dy, tiled, otherwise)
 
 
 @kernel("onnxruntime", "graphc::ConvGradWeight", when=_weight_gradient_is_native)
@@ -101,16 +111,39 @@ def conv_grad_weight(k: Binding) -> Run:
     window = Window.of(k.attributes, x.shape[2:], dw.shape[2:])
     if depthwise.is_faster(dw, int(k.attributes.get("group", 1)), window.dilations, library() is not None):
         return depthwise.weight_gradient(k.pool, x, dw, dy, window)
-    found = _winograd_window(k, "weight", x, dw, dy)
-    if found is not None:
-        return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, found)
-    return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
+
+    def otherwise() -> Run:
+        found = _winograd_window(k, "weight", x, dw, dy)
+        if found is not None:
+            return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, found)
+        return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
+
+    tiled = _tiled_window(k, "weight", x, dw, dy)
+    return otherwise() if tiled is None else tiled_convolution.weight_gradient(k.pool, x, dw, dy, tiled, otherwise)
 
 
 def _depthwise_window(k: Binding, kind: str, x: Array, w: Array) -> Window | None:
     """The window of a convolution of single channels that is faster without oneDNN; else None."""
     window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
     return window if depthwise.is_fastest(kind, x, w, int(k.attributes.get("group", 1)), window) else None
+
+
+MULTIPLICATION_TIME, GRADIENT_SHARE = 2 / 150, 1.3
+"""Nanoseconds of a multiplication on one core with AMX in other kernels, and how much more it takes in weight gradients."""
+
+
+def _tiled_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:
+    """The window of a convolution that matrix tiles compute in less time; else None."""
+    if int(k.attributes.get("group", 1)) != 1 or library() is None:
+        return None
+    window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
+    others = float(y.size) * math.prod(w.shape[1:])
+    if winograd.is_faster(kind, window, x.shape, y.shape):
+        if kind != "weight":
+            return None  # as fast on cores that run nothing else, and faster on others
+        others = winograd.multiplications(kind, x.shape, y.shape)
+    others *= MULTIPLICATION_TIME * (GRADIENT_SHARE if kind == "weight" else 1)
+    return window if tiled_convolution.is_faster(kind, x.shape, w.shape, y.shape, window, k.pool, others) else None
 
 
 def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:

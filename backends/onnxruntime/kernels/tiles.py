@@ -23,20 +23,17 @@ from graphc.backend import Pool
 from graphc.backends.host.processor import has_matrix_tiles
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
-from graphc.backends.onnxruntime.vectors.functions import (
-    LANES,
+from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, floats_at, scratch_function, transpose_square
+from graphc.backends.onnxruntime.vectors.tiles import (
+    PACKED,
     SIDE,
     STEP_BYTES,
-    array_of,
     configure_tiles,
-    floats_at,
     release_tiles,
-    scratch_function,
     split_pairs,
     split_rows,
     take_next,
     tile_product,
-    transpose_square,
     write_square,
 )
 from graphc.device import Array, Run
@@ -56,6 +53,11 @@ LARGEST_SHARE = 0.65
 
 Where another system's threads run on the same cores, products on tiles take 3.5 times as long at worst, and others 1.4 times.
 """
+
+PART, HALF = STEP_BYTES // 3, STEP_BYTES // 6
+"""Bytes of a step's numbers in one part, and of half of them."""
+
+multiply_packed = tile_product("packed")
 
 HIGHEST = np.finfo(np.float32).max
 
@@ -147,12 +149,12 @@ def split_left(x, row, column, rows, depth, y, square):
             at = x + m * row + k * column
             if rows - m < SIDE or depth - k < SIDE or (row != 4 and column != 4):
                 _copy_square(at, row, column, min(SIDE, rows - m), min(SIDE, depth - k), square)
-                split_rows(square, 4 * SIDE, y, SIDE)
+                split_rows(square, 4 * SIDE, y, PACKED, PART, SIDE)
             elif column == 4:
-                split_rows(at, row, y, SIDE)
+                split_rows(at, row, y, PACKED, PART, SIDE)
             else:
-                _transpose(at, column, square)
-                split_rows(square, 4 * SIDE, y, SIDE)
+                transpose_tile(at, column, square)
+                split_rows(square, 4 * SIDE, y, PACKED, PART, SIDE)
             y += STEP_BYTES
 
 
@@ -164,17 +166,18 @@ def split_right(x, row, column, depth, columns, y, square):
             at = x + k * row + n * column
             if columns - n < SIDE or depth - k < SIDE or (row != 4 and column != 4):
                 _copy_square(at, row, column, min(SIDE, depth - k), min(SIDE, columns - n), square)
-                split_pairs(square, 4 * SIDE, y)
+                split_pairs(square, 4 * SIDE, y, PACKED, PART, HALF, SIDE // 2)
             elif column == 4:
-                split_pairs(at, row, y)
+                split_pairs(at, row, y, PACKED, PART, HALF, SIDE // 2)
             else:
-                _transpose(at, column, square)
-                split_pairs(square, 4 * SIDE, y)
+                transpose_tile(at, column, square)
+                split_pairs(square, 4 * SIDE, y, PACKED, PART, HALF, SIDE // 2)
             y += STEP_BYTES
 
 
 @jit
-def _transpose(x, x_row, square):
+def transpose_tile(x, x_row, square):
+    """square = xᵀ for SIDE × SIDE floats at an address; ``x_row`` is the bytes from one row to the next."""
     for i in range(0, SIDE, LANES):
         for j in range(0, SIDE, LANES):
             transpose_square(x + i * x_row + j * 4, x_row, square + j * 4 * SIDE + i * 4, 4 * SIDE)
@@ -263,9 +266,9 @@ def _multiply(bias, table, region, taken, units, cell, start, stop):
                         row[v] = bias[j + v]
                 one, other = block + s // SIDE * strip, strips + r // SIDE * strip
                 if rows_stay:
-                    tile_product(one, other, steps, begin, of_square)
+                    multiply_packed(one, other, steps, begin, begin, of_square)
                 else:
-                    tile_product(other, one, steps, begin, of_square)
+                    multiply_packed(other, one, steps, begin, begin, of_square)
                 at_c = of_c + i * c_row + j * 4
                 if height < SIDE or width < SIDE:
                     unknown |= _write_edge(of_square, at_c, c_row, height, width, k > 0)

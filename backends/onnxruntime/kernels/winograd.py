@@ -61,11 +61,13 @@ GAP = 16
 """Floats between the 16 matrices of a block, which would otherwise share the same few sets of the cache."""
 
 
-def is_faster(kind: str, window: Window, x: tuple[int, ...], y: tuple[int, ...]) -> bool:
-    """Whether these kernels take less time than oneDNN's: an estimate in multiplications of a product's inner loop.
+WEIGHTS, FAR_WEIGHTS, FAR = {"forward": 32, "input": 32, "weight": 4}, 128, 1 << 15
+"""Multiplications that transforming a weight costs for each of its 16 numbers; where as many pairs of channels leave the cache,
+on cores whose products are twice as fast (AVX-512), it costs more."""
 
-    Transforming an image or a result costs some for each of its 16 numbers in a tile, and so do the weights, which are
-    transformed once. Measured on AVX2 cores, where products run at 0.9 of their peak on both sides.
+
+def is_faster(kind: str, window: Window, x: tuple[int, ...], y: tuple[int, ...]) -> bool:
+    """Whether these kernels take less time than oneDNN's.
 
     Args:
         kind: ``"forward"``, ``"input"`` or ``"weight"``.
@@ -74,19 +76,28 @@ def is_faster(kind: str, window: Window, x: tuple[int, ...], y: tuple[int, ...])
     """
     if window.kernel != (3, 3) or window.strides != (1, 1) or window.dilations != (1, 1) or window.begin is None:
         return False
-    (samples, channels), outs = x[:2], y[1]
-    height, width = (x if kind == "input" else y)[2:]  # of what is cut into tiles
-    tiles = samples * -(-height // 2) * -(-width // 2)
-    direct = 9.0 * samples * y[2] * y[3] * channels * outs
+    direct = 9.0 * x[0] * y[2] * y[3] * x[1] * y[1]
     if kind == "weight":
-        if tiles < SUMMED:
-            return False
-        columns, transformed, weights = _whole(channels, PANEL) * outs, 9 * (channels + outs), 4
-        direct *= 1.3
+        return x[0] * -(-y[2] // 2) * -(-y[3] // 2) >= SUMMED and multiplications(kind, x, y) < 0.95 * 1.3 * direct
+    return multiplications(kind, x, y) < 0.95 * direct
+
+
+def multiplications(kind: str, x: tuple[int, ...], y: tuple[int, ...]) -> float:
+    """An estimate of the time, in multiplications of a product's inner loop; arguments as in :func:`is_faster`.
+
+    Transforming an image or a result costs some for each of its 16 numbers in a tile, and so do the weights, which are
+    transformed once. Measured on AVX2 cores, where products run at 0.9 of their peak on both sides.
+    """
+    channels, outs = x[1], y[1]
+    height, width = (x if kind == "input" else y)[2:]  # of what is cut into tiles
+    tiles = x[0] * -(-height // 2) * -(-width // 2)
+    if kind == "weight":
+        columns, transformed = _whole(channels, PANEL) * outs, 9 * (channels + outs)
     else:
         read, written = (channels, outs) if kind == "forward" else (outs, channels)
-        columns, transformed, weights = read * _whole(written, PANEL), 9 * read + 6 * written, 32
-    return 16 * (tiles * (1.1 * columns + transformed) + weights * channels * outs) < 0.95 * direct
+        columns, transformed = read * _whole(written, PANEL), 9 * read + 6 * written
+    weights = FAR_WEIGHTS if LANES == 16 and channels * outs > FAR else WEIGHTS[kind]
+    return 16 * (tiles * (1.1 * columns + transformed) + weights * channels * outs)
 
 
 def convolve(pool: Pool, scratch: Scratchpad, x: Array, w: Array, bias: Array | None, y: Array, window: Window) -> Run:

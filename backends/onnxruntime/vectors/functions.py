@@ -212,38 +212,3 @@ def butterfly_function(points: int) -> Any:
     of ``points - 1`` complex numbers: the factor of the first result is 1.
     """
     return Deferred(_INTRINSICS, "butterfly_function", points)
-
-
-_TILES = "graphc.backends.onnxruntime.vectors.tiles"
-"""As :data:`_INTRINSICS`, for AMX."""
-
-SIDE = 32
-"""Rows and columns of a result, and the length of the sums, that one step of a product on tiles has."""
-
-STEP_BYTES = 3 * 2 * SIDE * SIDE
-"""Bytes that a step reads of each operand: a square of numbers, as three parts of two bytes."""
-
-configure_tiles = Deferred(_TILES, "configure_tiles")
-"""``f()`` for compiled code: gives this thread tiles of 16 rows of 64 bytes, until :data:`release_tiles`."""
-
-release_tiles = Deferred(_TILES, "release_tiles")
-"""``f()`` for compiled code: this thread's tiles are not saved any more when the system runs another."""
-
-split_rows = Deferred(_TILES, "split_rows")
-"""``f(x, x_row, y, rows)`` for compiled code: a step's left operand from ``rows`` rows of 32 floats, ``x_row`` bytes apart."""
-
-split_pairs = Deferred(_TILES, "split_pairs")
-"""``f(x, x_row, y)`` for compiled code: a step's right operand from 32 rows of 32 floats, ``x_row`` bytes apart."""
-
-tile_product = Deferred(_TILES, "tile_product")
-"""``f(a, b, steps, start, c)`` for compiled code: 32 × 32 floats c = start + a·b, for operands of ``steps`` steps (1 or more)
-from :data:`split_rows` and :data:`split_pairs`; ``start`` is the address of a row of 32 floats. Reads two
-steps behind the operands."""
-
-write_square = Deferred(_TILES, "write_square")
-"""``f(x, y, y_row, adds)`` for compiled code: y = x, or y += x, for 32 × 32 floats; whether any of y is not finite.
-
-``y_row`` is the bytes from one row of y to the next."""
-
-take_next = Deferred(_TILES, "take_next")
-"""``f(address)`` for compiled code: the whole number there, which becomes one more; threads find different ones."""

@@ -1,228 +1,79 @@
-"""AMX instructions as Numba's intrinsics: the functions of :mod:`.functions` that multiply on matrix tiles.
+"""Products on AMX's matrix tiles for compiled kernels. Operands are addresses.
 
-They are written as assembly text, which LLVM takes whatever processor it compiles for; kernels with them are bound where
-:func:`graphc.backends.host.processor.has_matrix_tiles` holds.
-
-Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+A processor that has no tiles runs none of these functions (:func:`graphc.backends.host.processor.has_matrix_tiles`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import ir as ll
-from numba.core import cgutils, types
-from numba.extending import intrinsic
+from graphc.backends.onnxruntime.vectors.deferred import Deferred
 
-from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, I32, I64, POINTER, STEP_BYTES, call
+_INTRINSICS = "graphc.backends.onnxruntime.vectors.tile_intrinsics"
+"""The module that makes them; it imports Numba."""
 
-WIDTH = 16
-"""Floats in a row of a tile."""
+SIDE = 32
+"""Rows and columns of a result, and the length of the sums, that one step of a product on tiles has."""
 
-PLANE = STEP_BYTES // 3
-"""Bytes from one part of the numbers of a step to the next."""
+STEP_BYTES = 3 * 2 * SIDE * SIDE
+"""Bytes that a step reads of each operand: a square of numbers, as three parts of two bytes."""
 
-_HIGHEST = 3.4028234663852886e38
-"""The largest finite float32."""
+configure_tiles = Deferred(_INTRINSICS, "configure_tiles")
+"""``f()`` for compiled code: gives this thread tiles of 16 rows of 64 bytes, until :data:`release_tiles`."""
 
-_CONFIGURATION = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
-"""Palette 1: eight tiles of 16 rows of 64 bytes."""
+release_tiles = Deferred(_INTRINSICS, "release_tiles")
+"""``f()`` for compiled code: this thread's tiles are not saved any more when the system runs another."""
+
+split_rows = Deferred(_INTRINSICS, "split_rows")
+"""``f(x, x_row, y, y_row, part, rows)`` for compiled code: the parts of ``rows`` rows of 32 floats, as rows of 32 half words.
+
+``x_row`` and ``y_row`` are the bytes from one row to the next, ``part`` those from the lowest part of a row to the middle one.
+"""
+
+split_pairs = Deferred(_INTRINSICS, "split_pairs")
+"""``f(x, x_row, y, y_row, part, half, pairs)`` for compiled code: the parts of pairs of rows of 32 floats.
+
+As :data:`split_rows`, but the two numbers of a column lie side by side, and the last 16 columns lie ``half`` bytes behind the
+first.
+"""
+
+PACKED, PIXEL_BYTES = 64, 192
+"""Bytes of a row of a tile where the steps of an operand lie one behind another, and of a row with all its parts."""
 
 
-def _product() -> str:
-    """A step after another: each takes six of the products of the operands' low, middle and high parts, the smallest first.
+def tile_product(kind: str) -> Any:
+    """A function ``f(a, b, steps, table, start, c)`` for compiled code: 32 × 32 floats c = start + a·b, in 1 or more steps.
 
-    Of a part two tiles are held. The next one is loaded when the tile that it replaces is used no more and others still are, so
-    that loads and products overlap: 5.9 ns a product, and 6.6 when loads come together. The last step loads what lies behind.
+    ``start`` is the address of a row of 32 floats. The left operand of a step is 32 rows from :data:`split_rows`, the right one
+    16 pairs from :data:`split_pairs`. Both are ``"packed"``, STEP_BYTES for each step, the two tiles of a part side by side;
+    or left ones are ``"pixels"``, rows of PIXEL_BYTES; or right ones are ``"pairs"`` of twice as many. The table says where
+    these lie behind a or b, in bytes, for each step and for one more. Reads two steps behind what is packed.
     """
-    low, middle, high = (part * PLANE for part in range(3))
-    lines = ["movl $$64, %eax", "xorl %edx, %edx"]
-    lines += [f"tileloadd {64 * (tile % 2)}($7,%rdx,1), %tmm{tile}" for tile in range(4)]
-
-    def load(tile: int, part: int) -> str:
-        return f"tileloadd {part + 1024 * (tile % 2)}(${0 if tile < 6 else 1},%rax,1), %tmm{tile}"
-
-    def multiply(*products: int) -> list[str]:
-        return [f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}" for n in products]
-
-    lines += [load(4, low), load(6, high), load(7, high), load(5, low), ".p2align 4", "1:"]
-    lines += [*multiply(0, 1), load(4, middle), *multiply(3, 2), load(5, middle)]
-    lines += [*multiply(0, 2), load(6, middle), *multiply(3, 1), load(7, middle)]
-    lines += [*multiply(0, 2, 1), load(4, high), *multiply(3), load(5, high)]
-    lines += [*multiply(0, 2), load(6, low), *multiply(1, 3), load(7, low)]
-    lines += [*multiply(0, 2), load(6, high), *multiply(1, 3), load(7, high)]
-    lines += [f"addq $${STEP_BYTES}, $0", f"addq $${STEP_BYTES}, $1"]
-    lines += [*multiply(0, 1), load(4, low), *multiply(2), load(6, high), *multiply(3), load(7, high), load(5, low)]
-    lines += ["decq $2", "jnz 1b", "movl $$128, %eax"]
-    lines += [f"tilestored %tmm{tile}, {2048 * (tile // 2) + 64 * (tile % 2)}($6,%rax,1)" for tile in range(4)]
-    return "\n".join(lines)
+    return Deferred(_INTRINSICS, "tile_product", kind)
 
 
-_PRODUCT = _product()
+write_square = Deferred(_INTRINSICS, "write_square")
+"""``f(x, y, y_row, adds)`` for compiled code: y = x, or y += x, for 32 × 32 floats; whether any of y is not finite.
+
+``y_row`` is the bytes from one row of y to the next."""
 
 
-def configure_tiles() -> Any:
-    """See :data:`.functions.configure_tiles`."""
+def spread_rows(group: int) -> Any:
+    """A function ``f(x, y, y_row, y_sample, rows)`` for compiled code: rows of SIDE floats of x to ``group`` places of y each,
+    number by number in turn; whether any is not finite.
 
-    @intrinsic
-    def run(typing_context):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            place = cgutils.alloca_once_value(builder, ll.Constant(ll.ArrayType(ll.IntType(8), 64), bytearray(_CONFIGURATION)))
-            builder.asm(ll.FunctionType(ll.VoidType(), [POINTER]), "ldtilecfg ($0)", "r,~{memory}", [place], True)
-            return context.get_dummy_value()
-
-        return types.void(), emit
-
-    return run
+    ``y_row`` and ``y_sample`` are the bytes from one row to the next and from one place to the next.
+    """
+    return Deferred(_INTRINSICS, "spread_rows", group)
 
 
-def release_tiles() -> Any:
-    """See :data:`.functions.release_tiles`."""
+def join_rows(group: int) -> Any:
+    """A function ``f(x, x_row, x_sample, y, rows)`` for compiled code: rows of SIDE floats of y from ``group`` places of x.
 
-    @intrinsic
-    def run(typing_context):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            builder.asm(ll.FunctionType(ll.VoidType(), []), "tilerelease", "~{memory}", [], True)
-            return context.get_dummy_value()
-
-        return types.void(), emit
-
-    return run
+    :func:`spread_rows` would spread them to these places.
+    """
+    return Deferred(_INTRINSICS, "join_rows", group)
 
 
-def tile_product() -> Any:
-    """See :data:`.functions.tile_product`."""
-
-    @intrinsic
-    def run(typing_context, a, b, steps, start, c):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            given = zip(arguments, signature.args, strict=True)
-            a, b, steps, start, c = (context.cast(builder, v, t, types.int64) for v, t in given)
-            kind = ll.FunctionType(ll.LiteralStructType([I64] * 3), [I64] * 5)
-            kept = "=&r,=&r,=&r,0,1,2,r,r,~{rax},~{rdx},~{memory},~{dirflag},~{fpsr},~{flags}"
-            builder.asm(kind, _PRODUCT, kept, [a, b, steps, c, start], True)
-            return context.get_dummy_value()
-
-        return types.void(a, b, steps, start, c), emit
-
-    return run
-
-
-def take_next() -> Any:
-    """See :data:`.functions.take_next`."""
-
-    @intrinsic
-    def run(typing_context, address):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            word = context.cast(builder, arguments[0], signature.args[0], types.int64)
-            return builder.atomic_rmw("add", builder.inttoptr(word, POINTER), I64(1), "monotonic")
-
-        return types.int64(address), emit
-
-    return run
-
-
-def split_rows() -> Any:
-    """See :data:`.functions.split_rows`."""
-
-    @intrinsic
-    def run(typing_context, x, x_row, y, rows):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            given = zip(arguments, signature.args, strict=True)
-            x, x_row, y, rows = (context.cast(builder, v, t, types.int64) for v, t in given)
-            with cgutils.for_range(builder, rows, intp=I64) as loop:
-                source = builder.add(x, builder.mul(loop.index, x_row))
-                target = builder.add(y, builder.mul(loop.index, I64(64)))
-                first, second = (_parts(builder, _floats(builder, source, 64 * half)) for half in range(2))
-                upper = [2 * (lane % WIDTH) + 1 + 2 * WIDTH * (lane // WIDTH) for lane in range(2 * WIDTH)]
-                _store_parts(builder, first, second, upper, target)
-            return context.get_dummy_value()
-
-        return types.void(x, x_row, y, rows), emit
-
-    return run
-
-
-def split_pairs() -> Any:
-    """See :data:`.functions.split_pairs`."""
-
-    @intrinsic
-    def run(typing_context, x, x_row, y):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            given = zip(arguments, signature.args, strict=True)
-            x, x_row, y = (context.cast(builder, v, t, types.int64) for v, t in given)
-            with cgutils.for_range(builder, I64(16), intp=I64) as loop:
-                source = builder.add(x, builder.mul(builder.shl(loop.index, I64(1)), x_row))
-                for half in range(2):
-                    target = builder.add(builder.add(y, builder.mul(loop.index, I64(64))), I64(1024 * half))
-                    first = _parts(builder, _floats(builder, source, 64 * half))
-                    second = _parts(builder, _floats(builder, builder.add(source, x_row), 64 * half))
-                    upper = [lane // 2 * 2 + 1 + 2 * WIDTH * (lane % 2) for lane in range(2 * WIDTH)]
-                    _store_parts(builder, first, second, upper, target)
-            return context.get_dummy_value()
-
-        return types.void(x, x_row, y), emit
-
-    return run
-
-
-def _floats(builder: ll.IRBuilder, address: Any, offset: int) -> Any:
-    place = builder.inttoptr(builder.add(address, I64(offset)), POINTER)
-    return builder.load(place, typ=ll.VectorType(F32, WIDTH), align=4)
-
-
-def _parts(builder: ll.IRBuilder, x: Any) -> list[Any]:
-    """What bfloat16 holds of x, of the rest and of the rest of that, in the upper halves of words; their sum is x."""
-    words = ll.VectorType(I32, WIDTH)
-    found: list[Any] = []
-    for _ in range(2):
-        half, mask = (ll.Constant(words, [I32(number)] * WIDTH) for number in (0x8000, 0xFFFF0000))
-        part = builder.and_(builder.add(builder.bitcast(x, words), half), mask)
-        x = builder.fsub(x, builder.bitcast(part, x.type))
-        found.append(part)
-    return [*found, builder.bitcast(x, words)]
-
-
-def _store_parts(builder: ll.IRBuilder, first: list[Any], second: list[Any], upper: list[int], target: Any) -> None:
-    """Store the lowest parts of two vectors, then the middle and the highest ones: half words in the order of ``upper``."""
-    halves = ll.VectorType(ll.IntType(16), 2 * WIDTH)
-    order = ll.Constant(ll.VectorType(I32, 2 * WIDTH), [I32(n) for n in upper])
-    for plane, (a, b) in enumerate(reversed(list(zip(first, second, strict=True)))):
-        merged = builder.shuffle_vector(builder.bitcast(a, halves), builder.bitcast(b, halves), order)
-        builder.store(merged, builder.inttoptr(builder.add(target, I64(plane * PLANE)), POINTER), align=64)
-
-
-def write_square() -> Any:
-    """See :data:`.functions.write_square`."""
-
-    @intrinsic
-    def run(typing_context, x, y, y_row, adds):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            given = zip(arguments, signature.args, strict=True)
-            x, y, y_row, adds = (context.cast(builder, v, t, types.int64) for v, t in given)
-            kind = ll.VectorType(F32, WIDTH)
-            highest = ll.Constant(kind, [ll.Constant(F32, _HIGHEST)] * WIDTH)
-            none = ll.Constant(ll.VectorType(BOOL, WIDTH), [BOOL(0)] * WIDTH)
-            unknown = cgutils.alloca_once_value(builder, none)
-            more = builder.icmp_signed("!=", adds, I64(0))
-
-            def row(index: Any, half: int, has: bool) -> None:
-                value = _floats(builder, builder.add(x, builder.mul(index, I64(128))), 64 * half)
-                place = builder.add(builder.add(y, builder.mul(index, y_row)), I64(64 * half))
-                if has:
-                    value = builder.fadd(value, _floats(builder, place, 0))
-                builder.store(value, builder.inttoptr(place, POINTER), align=4)
-                large = builder.not_(builder.fcmp_ordered("<=", call(builder, "fabs", kind, value), highest))
-                builder.store(builder.or_(builder.load(unknown), large), unknown)
-
-            with builder.if_else(more) as (then, other):
-                for branch, has in ((then, True), (other, False)):
-                    with branch, cgutils.for_range(builder, I64(32), intp=I64) as loop:
-                        for half in range(2):
-                            row(loop.index, half, has)
-            lanes = ll.IntType(WIDTH)
-            return builder.icmp_unsigned("!=", builder.bitcast(builder.load(unknown), lanes), lanes(0))
-
-        return types.boolean(x, y, y_row, adds), emit
-
-    return run
+take_next = Deferred(_INTRINSICS, "take_next")
+"""``f(address)`` for compiled code: the whole number there, which becomes one more; threads find different ones."""

@@ -42,6 +42,9 @@ def one(value: float, dtype: Any = np.float32) -> Array:
     return np.array(value, dtype=dtype)
 
 
+TILED = [f(4, 63, 30, 30), f(62, 63, 5, 5), f(4, 62, 30, 30)]
+"""x, w and y of a convolution that matrix tiles compute where a processor has them."""
+FIVE = {"kernel_shape": [5, 5], "pads": [2, 2, 2, 2]}
 WINDOW = {"kernel_shape": [3, 2], "strides": [2, 1], "pads": [1, 1, 1, 0]}
 WINOGRAD = [f(4, 59, 18, 17), f(61, 59, 3, 3), f(4, 61, 18, 17)]
 """x, w and y of a convolution that Winograd's algorithm computes."""
@@ -110,6 +113,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 17), f(3, 1, 2), None, group=3, strides=[3], pads=[4, 5]),
         c(f(2, 3, 5, 6, 7), f(6, 1, 3, 2, 3), f(6), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
         c(*WINOGRAD[:2], f(61), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        c(*TILED[:2], f(62), **FIVE),
     ],
     "ConvTranspose": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW)],
     "graphc::ConvGradInput": [
@@ -118,11 +122,13 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 9), f(3, 1, 2), i(2, 3, 17), constants=(2,), group=3, strides=[3], pads=[4, 5]),
         c(f(2, 6, 5, 3, 9), f(6, 1, 3, 2, 3), i(2, 3, 5, 6, 7), constants=(2,), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
         c(WINOGRAD[2], WINOGRAD[1], i(4, 59, 18, 17), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        c(TILED[2], TILED[1], i(4, 63, 30, 30), constants=(2,), **FIVE),
     ],
     "graphc::ConvGradWeight": [
         c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
         c(f(2, 2, 9, 7), f(2, 4, 4, 3), i(4, 1, 5, 3), constants=(2,), group=2, strides=[2, 3], pads=[2, 1, 1, 2]),
         c(WINOGRAD[0], WINOGRAD[2], i(61, 59, 3, 3), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        c(TILED[0], TILED[2], i(62, 63, 5, 5), constants=(2,), **FIVE),
     ],
     "Gemm": [
         c(f(65, 130), f(130, 129), f(129)),

@@ -1,0 +1,321 @@
+"""AMX instructions as Numba's intrinsics: the functions of :mod:`.tiles` that multiply on matrix tiles.
+
+They are written as assembly text, which LLVM takes whatever processor it compiles for; kernels with them are bound where
+:func:`graphc.backends.host.processor.has_matrix_tiles` holds.
+
+Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir as ll
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, I32, I64, POINTER, call
+from graphc.backends.onnxruntime.vectors.tiles import PIXEL_BYTES, SIDE, STEP_BYTES
+
+WIDTH = 16
+"""Floats in a row of a tile."""
+
+PLANE = STEP_BYTES // 3
+"""Bytes from one part of the numbers of a step to the next."""
+
+_HIGHEST = 3.4028234663852886e38
+"""The largest finite float32."""
+
+_CONFIGURATION = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
+"""Palette 1: eight tiles of 16 rows of 64 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """How the numbers of a step lie.
+
+    Attributes:
+        row, part, tile: bytes from one row of a tile to the next, from one part of the numbers to the next, and from the first
+            tile to the second.
+        listed: a table tells where each step lies, as bytes behind the address; else one follows another.
+    """
+
+    row: int
+    part: int
+    tile: int
+    listed: bool
+
+
+_PACKED = _Operand(64, PLANE, 1024, False)
+_PIXELS = _Operand(PIXEL_BYTES, PIXEL_BYTES // 3, 16 * PIXEL_BYTES, True)
+_PAIRS = _Operand(2 * PIXEL_BYTES, 2 * PIXEL_BYTES // 3, PIXEL_BYTES // 3, True)
+
+
+def _product(a: _Operand, b: _Operand) -> str:
+    """A step after another: each takes six of the products of the operands' low, middle and high parts, the smallest first.
+
+    Of a part two tiles are held. The next one is loaded when the tile that it replaces is used no more and others still are, so
+    that loads and products overlap: 5.9 ns a product, and 6.6 when loads come together. The last step loads what lies behind.
+    """
+    low, middle, high = range(3)
+    lines = ["xorl %edx, %edx", *(f"tileloadd {64 * (tile % 2)}($9,%rdx,1), %tmm{tile}" for tile in range(4))]
+    lines += [f"movl $${a.row}, %eax", f"movl $${b.row}, %edx"]
+    first: list[str] = []
+    following = ["addq $$8, $3"]
+    for number, operand in enumerate((a, b)):
+        place = ["movq ($3), %r10", f"addq ${number}, %r10"]
+        first += place if operand.listed else []
+        following += place if operand.listed else [f"addq $${STEP_BYTES}, ${number}"]
+
+    def load(tile: int, part: int) -> str:
+        number, operand, step = (0, a, "rax") if tile < 6 else (1, b, "rdx")
+        register = "%r10" if operand.listed else f"${number}"
+        return f"tileloadd {operand.part * part + operand.tile * (tile % 2)}({register},%{step},1), %tmm{tile}"
+
+    def multiply(*products: int) -> list[str]:
+        return [f"tdpbf16ps %tmm{6 + n % 2}, %tmm{4 + n // 2}, %tmm{n}" for n in products]
+
+    lines += [*first, load(4, low), load(6, high), load(7, high), load(5, low), ".p2align 4", "1:"]
+    lines += [*multiply(0, 1), load(4, middle), *multiply(3, 2), load(5, middle)]
+    lines += [*multiply(0, 2), load(6, middle), *multiply(3, 1), load(7, middle)]
+    lines += [*multiply(0, 2, 1), load(4, high), *multiply(3), load(5, high)]
+    lines += [*multiply(0, 2), load(6, low), *multiply(1, 3), load(7, low)]
+    lines += [*multiply(0, 2), load(6, high), *multiply(1, 3), load(7, high)]
+    lines += following
+    lines += [*multiply(0, 1), load(4, low), *multiply(2), load(6, high), *multiply(3), load(7, high), load(5, low)]
+    lines += ["decq $2", "jnz 1b", "movl $$128, %eax"]
+    lines += [f"tilestored %tmm{tile}, {2048 * (tile // 2) + 64 * (tile % 2)}($8,%rax,1)" for tile in range(4)]
+    return "\n".join(lines)
+
+
+def configure_tiles() -> Any:
+    """See :data:`.tiles.configure_tiles`."""
+
+    @intrinsic
+    def run(typing_context):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            place = cgutils.alloca_once_value(builder, ll.Constant(ll.ArrayType(ll.IntType(8), 64), bytearray(_CONFIGURATION)))
+            builder.asm(ll.FunctionType(ll.VoidType(), [POINTER]), "ldtilecfg ($0)", "r,~{memory}", [place], True)
+            return context.get_dummy_value()
+
+        return types.void(), emit
+
+    return run
+
+
+def release_tiles() -> Any:
+    """See :data:`.tiles.release_tiles`."""
+
+    @intrinsic
+    def run(typing_context):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            builder.asm(ll.FunctionType(ll.VoidType(), []), "tilerelease", "~{memory}", [], True)
+            return context.get_dummy_value()
+
+        return types.void(), emit
+
+    return run
+
+
+def tile_product(kind: str) -> Any:
+    """See :func:`.tiles.tile_product`."""
+    text = _product(*{"packed": (_PACKED, _PACKED), "pixels": (_PIXELS, _PACKED), "pairs": (_PACKED, _PAIRS)}[kind])
+
+    @intrinsic
+    def run(typing_context, a, b, steps, table, start, c):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            a, b, steps, table, start, c = (context.cast(builder, v, t, types.int64) for v, t in given)
+            kind = ll.FunctionType(ll.LiteralStructType([I64] * 4), [I64] * 6)
+            kept = "=&r,=&r,=&r,=&r,0,1,2,3,r,r,~{rax},~{rdx},~{r10},~{memory},~{dirflag},~{fpsr},~{flags}"
+            builder.asm(kind, text, kept, [a, b, steps, table, c, start], True)
+            return context.get_dummy_value()
+
+        return types.void(a, b, steps, table, start, c), emit
+
+    return run
+
+
+def take_next() -> Any:
+    """See :data:`.tiles.take_next`."""
+
+    @intrinsic
+    def run(typing_context, address):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            word = context.cast(builder, arguments[0], signature.args[0], types.int64)
+            return builder.atomic_rmw("add", builder.inttoptr(word, POINTER), I64(1), "monotonic")
+
+        return types.int64(address), emit
+
+    return run
+
+
+def split_rows() -> Any:
+    """See :data:`.tiles.split_rows`."""
+
+    @intrinsic
+    def run(typing_context, x, x_row, y, y_row, part, rows):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, y, y_row, part, rows = (context.cast(builder, v, t, types.int64) for v, t in given)
+            upper = [2 * (lane % WIDTH) + 1 + 2 * WIDTH * (lane // WIDTH) for lane in range(2 * WIDTH)]
+            with cgutils.for_range(builder, rows, intp=I64) as loop:
+                source = builder.add(x, builder.mul(loop.index, x_row))
+                target = builder.add(y, builder.mul(loop.index, y_row))
+                first, second = (_parts(builder, _floats(builder, source, 64 * half)) for half in range(2))
+                _store_parts(builder, first, second, upper, target, part)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, y, y_row, part, rows), emit
+
+    return run
+
+
+def split_pairs() -> Any:
+    """See :data:`.tiles.split_pairs`."""
+
+    @intrinsic
+    def run(typing_context, x, x_row, y, y_row, part, half, pairs):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, y, y_row, part, half, pairs = (context.cast(builder, v, t, types.int64) for v, t in given)
+            upper = [lane // 2 * 2 + 1 + 2 * WIDTH * (lane % 2) for lane in range(2 * WIDTH)]
+            with cgutils.for_range(builder, pairs, intp=I64) as loop:
+                source = builder.add(x, builder.mul(builder.shl(loop.index, I64(1)), x_row))
+                target = builder.add(y, builder.mul(loop.index, y_row))
+                for side in range(2):
+                    first = _parts(builder, _floats(builder, source, 64 * side))
+                    second = _parts(builder, _floats(builder, builder.add(source, x_row), 64 * side))
+                    _store_parts(builder, first, second, upper, builder.add(target, half) if side else target, part)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, y, y_row, part, half, pairs), emit
+
+    return run
+
+
+def _floats(builder: ll.IRBuilder, address: Any, offset: int) -> Any:
+    place = builder.inttoptr(builder.add(address, I64(offset)), POINTER)
+    return builder.load(place, typ=ll.VectorType(F32, WIDTH), align=4)
+
+
+def _parts(builder: ll.IRBuilder, x: Any) -> list[Any]:
+    """What bfloat16 holds of x, of the rest and of the rest of that, in the upper halves of words; their sum is x."""
+    words = ll.VectorType(I32, WIDTH)
+    found: list[Any] = []
+    for _ in range(2):
+        half, mask = (ll.Constant(words, [I32(number)] * WIDTH) for number in (0x8000, 0xFFFF0000))
+        part = builder.and_(builder.add(builder.bitcast(x, words), half), mask)
+        x = builder.fsub(x, builder.bitcast(part, x.type))
+        found.append(part)
+    return [*found, builder.bitcast(x, words)]
+
+
+def _store_parts(builder: ll.IRBuilder, first: list[Any], second: list[Any], upper: list[int], target: Any, part: Any) -> None:
+    """Store the lowest parts of two vectors, then the middle and the highest ones: half words in the order of ``upper``."""
+    halves = ll.VectorType(ll.IntType(16), 2 * WIDTH)
+    order = ll.Constant(ll.VectorType(I32, 2 * WIDTH), [I32(n) for n in upper])
+    for a, b in reversed(list(zip(first, second, strict=True))):
+        merged = builder.shuffle_vector(builder.bitcast(a, halves), builder.bitcast(b, halves), order)
+        builder.store(merged, builder.inttoptr(target, POINTER), align=64)
+        target = builder.add(target, part)
+
+
+def spread_rows(group: int) -> Any:
+    """See :func:`.tiles.spread_rows`."""
+
+    @intrinsic
+    def run(typing_context, x, y, y_row, y_sample, rows):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, y, y_row, y_sample, rows = (context.cast(builder, v, t, types.int64) for v, t in given)
+            kind, pixels = ll.VectorType(F32, SIDE), SIDE // group
+            unknown = cgutils.alloca_once_value(builder, BOOL(0))
+            with cgutils.for_range(builder, rows, intp=I64) as loop:
+                place = builder.inttoptr(builder.add(x, builder.mul(loop.index, I64(4 * SIDE))), POINTER)
+                row = builder.load(place, typ=kind, align=4)
+                builder.store(builder.or_(builder.load(unknown), _is_not_finite(builder, row)), unknown)
+                for sample in range(group):
+                    order = ll.Constant(ll.VectorType(I32, pixels), [I32(p * group + sample) for p in range(pixels)])
+                    start = builder.add(builder.mul(loop.index, y_row), builder.mul(y_sample, I64(sample)))
+                    taken = builder.shuffle_vector(row, ll.Constant(kind, ll.Undefined), order)
+                    builder.store(taken, builder.inttoptr(builder.add(y, start), POINTER), align=4)
+            return builder.load(unknown)
+
+        return types.boolean(x, y, y_row, y_sample, rows), emit
+
+    return run
+
+
+def join_rows(group: int) -> Any:
+    """See :func:`.tiles.join_rows`."""
+
+    @intrinsic
+    def run(typing_context, x, x_row, x_sample, y, rows):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, x_sample, y, rows = (context.cast(builder, v, t, types.int64) for v, t in given)
+            pixels = SIDE // group
+            with cgutils.for_range(builder, rows, intp=I64) as loop:
+                start, parts = builder.add(x, builder.mul(loop.index, x_row)), []
+                for sample in range(group):
+                    place = builder.inttoptr(builder.add(start, builder.mul(x_sample, I64(sample))), POINTER)
+                    parts.append(builder.load(place, typ=ll.VectorType(F32, pixels), align=4))
+                while len(parts) > 1:  # numbers of two halves lie by turns: those of sample s and s + half of them
+                    half, count = len(parts) // 2, 2 * parts[0].type.count
+                    order = [lane // 2 + (count // 2 if lane % 2 else 0) for lane in range(count)]
+                    mask = ll.Constant(ll.VectorType(I32, count), [I32(lane) for lane in order])
+                    parts = [builder.shuffle_vector(parts[s], parts[s + half], mask) for s in range(half)]
+                target = builder.inttoptr(builder.add(y, builder.mul(loop.index, I64(4 * SIDE))), POINTER)
+                builder.store(parts[0], target, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, x_sample, y, rows), emit
+
+    return run
+
+
+def _is_not_finite(builder: ll.IRBuilder, vector: Any) -> Any:
+    """Whether any number of a vector is not finite."""
+    kind = vector.type
+    highest = ll.Constant(kind, [ll.Constant(F32, _HIGHEST)] * kind.count)
+    large = builder.not_(builder.fcmp_ordered("<=", call(builder, "fabs", kind, vector), highest))
+    lanes = ll.IntType(kind.count)
+    return builder.icmp_unsigned("!=", builder.bitcast(large, lanes), lanes(0))
+
+
+def write_square() -> Any:
+    """See :data:`.tiles.write_square`."""
+
+    @intrinsic
+    def run(typing_context, x, y, y_row, adds):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, y, y_row, adds = (context.cast(builder, v, t, types.int64) for v, t in given)
+            kind = ll.VectorType(F32, WIDTH)
+            highest = ll.Constant(kind, [ll.Constant(F32, _HIGHEST)] * WIDTH)
+            none = ll.Constant(ll.VectorType(BOOL, WIDTH), [BOOL(0)] * WIDTH)
+            unknown = cgutils.alloca_once_value(builder, none)
+            more = builder.icmp_signed("!=", adds, I64(0))
+
+            def row(index: Any, half: int, has: bool) -> None:
+                value = _floats(builder, builder.add(x, builder.mul(index, I64(128))), 64 * half)
+                place = builder.add(builder.add(y, builder.mul(index, y_row)), I64(64 * half))
+                if has:
+                    value = builder.fadd(value, _floats(builder, place, 0))
+                builder.store(value, builder.inttoptr(place, POINTER), align=4)
+                large = builder.not_(builder.fcmp_ordered("<=", call(builder, "fabs", kind, value), highest))
+                builder.store(builder.or_(builder.load(unknown), large), unknown)
+
+            with builder.if_else(more) as (then, other):
+                for branch, has in ((then, True), (other, False)):
+                    with branch, cgutils.for_range(builder, I64(32), intp=I64) as loop:
+                        for half in range(2):
+                            row(loop.index, half, has)
+            lanes = ll.IntType(WIDTH)
+            return builder.icmp_unsigned("!=", builder.bitcast(builder.load(unknown), lanes), lanes(0))
+
+        return types.boolean(x, y, y_row, adds), emit
+
+    return run
