@@ -12,12 +12,23 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
+from graphc.backends.host.processor import has_matrix_tiles
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.linear import product_of
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.recurrent import loops
-from graphc.backends.onnxruntime.recurrent.products import pack, pack_transposed, padded
+from graphc.backends.onnxruntime.recurrent.products import (
+    FEWEST_TILED,
+    TILED_COLUMNS,
+    TILED_ROWS,
+    pack,
+    pack_transposed,
+    padded,
+    split,
+    steps_of,
+)
 from graphc.backends.onnxruntime.vectors.functions import WIDE_PANEL
+from graphc.backends.onnxruntime.vectors.tiles import SIDE, STEP_BYTES
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops import recurrent_training as op
@@ -53,9 +64,20 @@ class _Layer:
         self.weights = [r[:, :cut], r[:, cut:]] if self.cell == loops.GRU else [r]
         self.transposed = transposed
         matrices = [w.transpose(0, 2, 1) if transposed else w for w in self.weights]
-        shapes = [(self.count, padded(columns), depth) for _, depth, columns in (m.shape for m in matrices)]
-        work = self.count * self.parts, self.rows + 1, max(columns for _, columns, _ in shapes)
-        *self.packed, self.work = scratchpad_of(k.pool).floats(*shapes, work)
+        self.depths = [m.shape[1] for m in matrices]
+        self.tiled = has_matrix_tiles() and batch // self.parts >= FEWEST_TILED and min(r.shape[1:]) >= SIDE
+        rows = -(-self.rows // TILED_ROWS) * TILED_ROWS if self.tiled else self.rows
+        shapes = [self._panels(depth, columns) for _, depth, columns in (m.shape for m in matrices)]
+        work = self.count * self.parts, rows + 1, max(columns for _, columns, _ in shapes)
+        room = steps_of(max(self.depths)) * STEP_BYTES // 8 if self.tiled else 0
+        *self.packed, self.work, self.split = scratchpad_of(k.pool).floats(*shapes, work, (self.count * self.parts, room))
+
+    def _panels(self, depth: int, columns: int) -> tuple[int, int, int]:
+        """The shape of a packed matrix of each direction."""
+        if self.tiled:
+            wide = -(-columns // TILED_COLUMNS) * TILED_COLUMNS
+            return self.count, wide, steps_of(depth) * STEP_BYTES // (4 * SIDE)
+        return self.count, padded(columns), depth
 
     @property
     def panels(self) -> tuple[Array, Array]:
@@ -63,8 +85,11 @@ class _Layer:
 
     def packing(self) -> Run:
         """Copies the weights, which change with every step, to their panels."""
-        function = pack_transposed if self.transposed else pack
         pairs = list(zip(self.weights, self.packed, strict=True))
+        if self.tiled:
+            turned = int(self.transposed)
+            return in_order([self.pool.bind(split, (*pair, turned), self.count * pair[1].shape[1] // SIDE) for pair in pairs])
+        function = pack_transposed if self.transposed else pack
         return in_order([self.pool.bind(function, pair, self.count * -(-pair[1].shape[1] // WIDE_PANEL), 4) for pair in pairs])
 
 
@@ -103,6 +128,7 @@ def recurrent_training(k: Binding) -> Run:
         *layer.panels,
         np.zeros((count, hidden), dtype=np.float32) if bias is None else bias,
         layer.work,
+        layer.split,
         gates,
         kept,
         last_h,
@@ -152,7 +178,10 @@ def recurrent_training_grad(k: Binding) -> Run:
         _state(c, dh),
         _NOTHING if dy is None else dy,
         *layer.panels,
+        layer.depths[0],
+        layer.depths[-1],
         layer.work,
+        layer.split,
         da,
         dproduct,
         earlier,

@@ -8,21 +8,34 @@ from __future__ import annotations
 
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.recurrent import cells as row
-from graphc.backends.onnxruntime.recurrent.products import product
+from graphc.backends.onnxruntime.recurrent.products import product, product_on_tiles
 from graphc.backends.onnxruntime.vectors.functions import array_of, floats_at
+from graphc.backends.onnxruntime.vectors.tiles import configure_tiles, release_tiles
 
 LSTM, GRU, GRU_RESET_AFTER, TANH, RELU = range(5)
 """The cells as compiled code knows them."""
 
 
 @jit
-def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias, work, gates, kept, h, c, y, start, stop):
+def _multiply(tiles, a, lda, b, columns, depth, c, ldc, rows):
+    """c = a·b in panels, or on tiles with scratch at ``tiles``."""
+    if tiles != 0:
+        product_on_tiles(a, lda, b, columns, depth, c, ldc, rows, tiles)
+    else:
+        product(a, lda, b, columns, depth, c, ldc, rows)
+
+
+@jit
+def forward(
+    cell, backward, parts, projected, lengths, packed, packed_new, bias, work, split, gates, kept, h, c, y, start, stop
+):
     """Run the steps of some shares.
 
     projected, gates: time × batch × directions × gates·hidden. kept: time × batch × directions × hidden (an RNN: empty).
     lengths: batch, or empty. packed: the panels of rᵀ (see :mod:`.products`), for a GRU those of its first two gates;
     packed_new: of the third.
-    bias: directions × hidden. work: shares × rows × padded gates. h, c: directions × batch × hidden, from the initial states to
+    bias: directions × hidden. work: shares × rows × padded gates. split: scratch of each share for products on tiles, or empty.
+    h, c: directions × batch × hidden, from the initial states to
     the final ones (c of an LSTM). y: time × directions × batch × hidden.
     """
     time, batch, count, wide = projected.shape
@@ -32,14 +45,17 @@ def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias,
     of_h, of_c, of_bias = h.ctypes.data, c.ctypes.data, bias.ctypes.data
     columns, new_columns = packed.shape[1], packed_new.shape[1]
     of_r, of_new = packed.ctypes.data, packed_new.ctypes.data
+    if split.size > 0:
+        configure_tiles()
     for share in range(start, stop):
         d = share // parts
         first, last = batch * (share % parts) // parts, batch * (share % parts + 1) // parts
         of_work = work.ctypes.data + share * work.shape[1] * ld
+        tiles = split[share].ctypes.data if split.size > 0 else 0
         state = of_h + (d * batch + first) * to_kept
         for step in range(time):
             t = time - 1 - step if backward[d] else step
-            product(state, to_kept, of_r + d * columns * to_kept, columns, n, of_work, ld, last - first)
+            _multiply(tiles, state, to_kept, of_r + d * packed.strides[0], columns, n, of_work, ld, last - first)
             for b in range(first, last):
                 at = (t * batch + b) * count + d
                 x, g, k = of_x + at * line, of_gates + at * line, of_kept + at * to_kept
@@ -64,13 +80,16 @@ def forward(cell, backward, parts, projected, lengths, packed, packed_new, bias,
                     row.relu(n, (x, p, g, before, out))
             if cell == GRU:
                 place = of_kept + ((t * batch + first) * count + d) * to_kept
-                product(place, count * to_kept, of_new + d * new_columns * to_kept, new_columns, n, of_work, ld, last - first)
+                new = of_new + d * packed_new.strides[0]
+                _multiply(tiles, place, count * to_kept, new, new_columns, n, of_work, ld, last - first)
                 for b in range(first, last):
                     if lengths.size == 0 or t < lengths[b]:
                         at = (t * batch + b) * count + d
                         x, g, p = of_x + at * line, of_gates + at * line, of_work + (b - first) * ld
                         out = of_y + ((t * count + d) * batch + b) * to_kept
                         row.gru(n, (x, p, g, of_h + (d * batch + b) * to_kept, out))
+    if split.size > 0:
+        release_tiles()
 
 
 @jit
@@ -93,7 +112,10 @@ def backpropagate(
     dy,
     packed,
     packed_new,
+    depth,
+    new_depth,
     work,
+    split,
     da,
     dproduct,
     earlier,
@@ -105,9 +127,9 @@ def backpropagate(
     """Run the steps of some shares in reverse.
 
     Shapes as in :func:`forward`, and: h, c: the initial states. dy: as y, or empty. packed: the panels of r, for a GRU those of
-    its first two gates. da: the gradient of projected, as gates; dproduct: of h·Rᵀ, as gates, where a GRU resets it.
-    earlier: directions × time × batch × hidden, the state that each step started from, or empty. dh, dc: directions × batch ×
-    hidden, from the gradients of the final states to those of the initial ones.
+    its first two gates; depth, new_depth: their rows. da: the gradient of projected, as gates; dproduct: of h·Rᵀ, as gates,
+    where a GRU resets it. earlier: directions × time × batch × hidden, the state that each step started from, or empty.
+    dh, dc: directions × batch × hidden, from the gradients of the final states to those of the initial ones.
     """
     time, batch, count, wide = gates.shape
     n = h.shape[2]
@@ -115,13 +137,16 @@ def backpropagate(
     of_gates, of_kept, of_dy, of_da = gates.ctypes.data, kept.ctypes.data, dy.ctypes.data, da.ctypes.data
     of_dh, of_dc, of_y = dh.ctypes.data, dc.ctypes.data, y.ctypes.data
     of_dproduct = dproduct.ctypes.data
-    (_, columns, depth), (_, new_columns, new_depth) = packed.shape, packed_new.shape
+    columns, new_columns = packed.shape[1], packed_new.shape[1]
     of_r, of_new = packed.ctypes.data, packed_new.ctypes.data
     slopes = of_dproduct if cell == GRU_RESET_AFTER else of_da
+    if split.size > 0:
+        configure_tiles()
     for share in range(start, stop):
         d = share // parts
         first, last = batch * (share % parts) // parts, batch * (share % parts + 1) // parts
         of_work = work.ctypes.data + share * work.shape[1] * ld
+        tiles = split[share].ctypes.data if split.size > 0 else 0
         zeros = of_work + work.shape[1] * ld - ld  # the last row
         for j in range(n):
             work[share, work.shape[1] - 1, j] = 0.0
@@ -165,8 +190,8 @@ def backpropagate(
                     row.relu_back(n, (g, slope, dhb, a))
             place = ((t * batch + first) * count + d) * line
             if cell == GRU:
-                matrix, new = of_new + d * new_columns * new_depth * 4, of_da + place + 2 * to_kept
-                product(new, count * line, matrix, new_columns, new_depth, of_work, ld, last - first)
+                matrix, new = of_new + d * packed_new.strides[0], of_da + place + 2 * to_kept
+                _multiply(tiles, new, count * line, matrix, new_columns, new_depth, of_work, ld, last - first)
                 for b in range(first, last):
                     if lengths.size == 0 or t < lengths[b]:
                         at = ((t * batch + b) * count + d) * line
@@ -175,8 +200,10 @@ def backpropagate(
                             e = h.ctypes.data + (d * batch + b) * to_kept
                         p, dhb = of_work + (b - first) * ld, of_dh + (d * batch + b) * to_kept
                         row.gru_reset_back(n, (of_gates + at, e, p, dhb, of_da + at))
-            matrix = of_r + d * columns * depth * 4
-            product(slopes + place, count * line, matrix, columns, depth, of_work, ld, last - first)
+            matrix = of_r + d * packed.strides[0]
+            _multiply(tiles, slopes + place, count * line, matrix, columns, depth, of_work, ld, last - first)
             for b in range(first, last):
                 if lengths.size == 0 or t < lengths[b]:
                     row.add(n, (of_dh + (d * batch + b) * to_kept, of_work + (b - first) * ld))
+    if split.size > 0:
+        release_tiles()

@@ -1,12 +1,18 @@
 """Products of a few rows with a matrix that lies in panels of columns, inside compiled loops over time.
 
 Panels lie one behind another, each ``depth`` rows of WIDE_PANEL columns; the last one may have PANEL columns alone.
+
+On matrix tiles (:mod:`graphc.backends.onnxruntime.kernels.tiles`) the matrix is split instead, in strips of SIDE columns. Rows
+that hold an infinity come out as NaN there.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.panels import multiply_rows
+from graphc.backends.onnxruntime.kernels.tiles import split_right, square
 from graphc.backends.onnxruntime.vectors.functions import (
     LANES,
     PANEL,
@@ -16,6 +22,7 @@ from graphc.backends.onnxruntime.vectors.functions import (
     tile_function,
     transpose_square,
 )
+from graphc.backends.onnxruntime.vectors.tiles import PACKED, SIDE, STEP_BYTES, row_product, split_rows
 
 wide1, wide2, wide3, wide4, wide5, wide6 = (tile_function(rows, WIDE_PANEL) for rows in range(1, 7))
 
@@ -94,3 +101,61 @@ def _multiply_wide_rows(a, lda, b, depth, c, ldc, rows):
         wide4(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
     elif left == 5:
         wide5(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+
+
+TILED_ROWS, TILED_COLUMNS = 16, 2 * SIDE
+"""Rows and columns of a product on tiles."""
+
+FEWEST_TILED = 12
+"""Rows from which tiles, which always compute TILED_ROWS, are faster."""
+
+
+def steps_of(depth: int) -> int:
+    """Steps of a sum on tiles."""
+    return -(-depth // SIDE)
+
+
+@jit
+def split(r, packed, turned, start, stop):
+    """Split r, or rᵀ where it is ``turned``, for products on tiles: a strip of a direction for each unit.
+
+    packed: directions × columns, padded to TILED_COLUMNS × floats of a column's steps.
+    """
+    depth, columns = (r.shape[2], r.shape[1]) if turned else (r.shape[1], r.shape[2])
+    row, column = (4, r.strides[1]) if turned else (r.strides[1], 4)
+    extra = square()
+    strips = packed.shape[1] // SIDE
+    for unit in range(start, stop):
+        d, first = unit // strips, unit % strips * SIDE
+        count = max(0, min(SIDE, columns - first))
+        place = packed[d, first].ctypes.data
+        if count > 0:
+            split_right(r[d].ctypes.data + first * column, row, column, depth, count, place, extra)
+        else:
+            array_of(floats_at(place), (SIDE * packed.shape[2],))[:] = 0.0
+
+
+@jit
+def product_on_tiles(a, lda, b, columns, depth, c, ldc, rows, scratch):
+    """c = a·b as :func:`product`, for a matrix from :func:`split`; ``scratch`` is the address of TILED_ROWS split rows.
+
+    c has room for TILED_ROWS whole rows behind each multiple of them.
+    """
+    steps = (depth + SIDE - 1) // SIDE
+    strip = steps * STEP_BYTES
+    for first in range(0, rows, TILED_ROWS):
+        count, at = min(TILED_ROWS, rows - first), a + first * lda
+        for k in range(steps):
+            to = scratch + k * (STEP_BYTES // 2)
+            if depth - k * SIDE >= SIDE:
+                split_rows(at + k * SIDE * 4, lda, to, PACKED, 1024, count)
+                continue
+            extra = square()
+            numbers = array_of(floats_at(extra), (TILED_ROWS, SIDE))
+            for r in range(count):
+                source = array_of(floats_at(at + r * lda + k * SIDE * 4), (depth - k * SIDE,))
+                for j in range(SIDE):
+                    numbers[r, j] = source[j] if j < source.size else np.float32(0)
+            split_rows(extra, 4 * SIDE, to, PACKED, 1024, count)
+        for n in range(0, columns, TILED_COLUMNS):
+            row_product(scratch, b + n // SIDE * strip, strip, steps, c + first * ldc + n * 4, ldc)

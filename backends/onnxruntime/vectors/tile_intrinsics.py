@@ -89,6 +89,38 @@ def _product(a: _Operand, b: _Operand) -> str:
     return "\n".join(lines)
 
 
+def _row_product() -> str:
+    """As :func:`_product` for 16 rows and 64 columns: all parts of a's rows stay while tiles of b pass by."""
+    lines = ["movl $$64, %eax", "movq $1, %r10", "addq $6, %r10", *(f"tilezero %tmm{tile}" for tile in range(4))]
+    lines += [".p2align 4", "1:", *(f"tileloadd {1024 * part}($0,%rax,1), %tmm{4 + part}" for part in range(3))]
+    for part, others in ((0, (2,)), (1, (1, 2)), (2, (0, 1, 2))):
+        for tile in range(4):
+            place = f"{PLANE * part + 1024 * (tile % 2)}({'$1' if tile < 2 else '%r10'},%rax,1)"
+            lines += [f"tileloadd {place}, %tmm7", *(f"tdpbf16ps %tmm7, %tmm{4 + other}, %tmm{tile}" for other in others)]
+    lines += [f"addq $${STEP_BYTES // 2}, $0", f"addq $${STEP_BYTES}, $1", f"addq $${STEP_BYTES}, %r10", "decq $2", "jnz 1b"]
+    lines += ["movq $8, %rax", *(f"tilestored %tmm{tile}, {64 * tile}($7,%rax,1)" for tile in range(4))]
+    return "\n".join(lines)
+
+
+def row_product() -> Any:
+    """See :data:`.tiles.row_product`."""
+    text = _row_product()
+
+    @intrinsic
+    def run(typing_context, a, b, strip, steps, c, c_row):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            a, b, strip, steps, c, c_row = (context.cast(builder, v, t, types.int64) for v, t in given)
+            kind = ll.FunctionType(ll.LiteralStructType([I64] * 3), [I64] * 6)
+            kept = "=&r,=&r,=&r,0,1,2,r,r,r,~{rax},~{r10},~{memory},~{dirflag},~{fpsr},~{flags}"
+            builder.asm(kind, text, kept, [a, b, steps, strip, c, c_row], True)
+            return context.get_dummy_value()
+
+        return types.void(a, b, strip, steps, c, c_row), emit
+
+    return run
+
+
 def configure_tiles() -> Any:
     """See :data:`.tiles.configure_tiles`."""
 

@@ -52,6 +52,12 @@ def tile_product(kind: str) -> Any:
     return Deferred(_INTRINSICS, "tile_product", kind)
 
 
+row_product = Deferred(_INTRINSICS, "row_product")
+"""``f(a, b, strip, steps, c, c_row)`` for compiled code: c = a·b for 16 rows and 64 columns, ``c_row`` bytes from row to row.
+
+A step's left operand are three parts of 16 rows, 1024 bytes each. Its right one is ``"packed"``, twice, ``strip`` bytes apart.
+"""
+
 write_square = Deferred(_INTRINSICS, "write_square")
 """``f(x, y, y_row, adds)`` for compiled code: y = x, or y += x, for 32 × 32 floats; whether any of y is not finite.
 

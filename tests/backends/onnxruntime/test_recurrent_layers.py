@@ -50,6 +50,7 @@ CASES = [
     (LSTM, "forward", (1, 3, 40), False, False),
     (LSTM, "forward", (1, 1, 40), False, True),
     (LSTM, "forward", (5, 33, 64), False, False),
+    *((cell, "bidirectional", (3, 40, 50), True, True) for cell in GATES),  # on matrix tiles where there are any
 ]
 
 
