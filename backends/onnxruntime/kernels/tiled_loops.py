@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.tiles import HALF, HIGHEST, PART, transpose_tile
+from graphc.backends.onnxruntime.kernels.tiles import HALF, PART, transpose_tile
 from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, floats_at, scratch_function, transpose_square
 from graphc.backends.onnxruntime.vectors.tiles import (
     PACKED,
@@ -20,11 +20,12 @@ from graphc.backends.onnxruntime.vectors.tiles import (
     spread_rows,
     take_next,
     tile_product,
-    write_square,
 )
 
 MOST_TAPS, MOST_SAMPLES, WIDE = 25, 16, 16
 """Taps of a window, samples of a group and pixels that are turned at a time, for which threads have scratch."""
+
+HIGHEST = np.finfo(np.float32).max
 
 DEEP = 32
 """Steps of a sum over positions between additions: what they read stays in the cache for the next tap."""
@@ -181,7 +182,9 @@ def convolve_rows(bias, y, sizes, table, first, count, units, taken, failed, cel
                     for v in range(min(SIDE, outs - m * SIDE)):
                         row[v] = bias[m * SIDE + v]
                 weights = cell[0] + m * steps * STEP_BYTES
-                multiply_pixels(source + strip * SIDE * PIXEL_BYTES, weights, steps, table.ctypes.data, begin, result)
+                multiply_pixels(
+                    source + strip * SIDE * PIXEL_BYTES, weights, steps, table.ctypes.data, begin, 0, result, 4 * SIDE
+                )
                 transpose_tile(result, 4 * SIDE, turned)
                 first_sample, rows = (first + g) * group, min(SIDE, outs - m * SIDE)
                 if first_sample + group <= samples and left + pixels <= width:
@@ -237,7 +240,7 @@ def multiply_slopes(sizes, table, shifts, count, before, adds, taken, cell, star
     """Sum a part of the positions for SIDE × SIDE weights of all taps, as long as there are some that nobody has taken."""
     plane, taps, height, strips = sizes[5], sizes[7], sizes[8], sizes[10]
     images, deep, wide, parts = sizes[11], sizes[12], sizes[13], sizes[14]
-    blocks, result, begin = count * height * strips, result_square(), beginning()
+    blocks, begin = count * height * strips, beginning()
     row = array_of(floats_at(begin), (SIDE,))
     for v in range(SIDE):
         row[v] = np.float32(0)
@@ -255,8 +258,11 @@ def multiply_slopes(sizes, table, shifts, count, before, adds, taken, cell, star
             slopes = cell[0] + before + (m * blocks + block) * STEP_BYTES
             for tap in range(taps):
                 pixels = cell[0] + images + c * plane + shifts[tap]
-                multiply_pairs(slopes, pixels, min(DEEP, high - block), table[block:].ctypes.data, begin, result)
-                write_square(result, sums + tap * SIDE * SIDE * 4, SIDE * 4, adds or block > low)
+                total, steps, places = sums + tap * SIDE * SIDE * 4, min(DEEP, high - block), table[block:].ctypes.data
+                if adds or block > low:
+                    multiply_pairs(slopes, pixels, steps, places, total, 4 * SIDE, total, 4 * SIDE)
+                else:
+                    multiply_pairs(slopes, pixels, steps, places, begin, 0, total, 4 * SIDE)
     release_tiles()
 
 

@@ -27,6 +27,9 @@ PLANE = STEP_BYTES // 3
 _HIGHEST = 3.4028234663852886e38
 """The largest finite float32."""
 
+_LARGEST = 1e17
+"""The largest number whose products overflow in no sum of 30,000: a part of one that overflows has any sign."""
+
 _CONFIGURATION = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8])
 """Palette 1: eight tiles of 16 rows of 64 bytes."""
 
@@ -59,7 +62,8 @@ def _product(a: _Operand, b: _Operand) -> str:
     that loads and products overlap: 5.9 ns a product, and 6.6 when loads come together. The last step loads what lies behind.
     """
     low, middle, high = range(3)
-    lines = ["xorl %edx, %edx", *(f"tileloadd {64 * (tile % 2)}($9,%rdx,1), %tmm{tile}" for tile in range(4))]
+    lines = ["movq $11, %rdx", "movq $11, %r11", "shlq $$4, %r11", "addq $10, %r11"]
+    lines += [f"tileloadd {64 * (tile % 2)}({'$10' if tile < 2 else '%r11'},%rdx,1), %tmm{tile}" for tile in range(4)]
     lines += [f"movl $${a.row}, %eax", f"movl $${b.row}, %edx"]
     first: list[str] = []
     following = ["addq $$8, $3"]
@@ -84,8 +88,8 @@ def _product(a: _Operand, b: _Operand) -> str:
     lines += [*multiply(0, 2), load(6, high), *multiply(1, 3), load(7, high)]
     lines += following
     lines += [*multiply(0, 1), load(4, low), *multiply(2), load(6, high), *multiply(3), load(7, high), load(5, low)]
-    lines += ["decq $2", "jnz 1b", "movl $$128, %eax"]
-    lines += [f"tilestored %tmm{tile}, {2048 * (tile // 2) + 64 * (tile % 2)}($8,%rax,1)" for tile in range(4)]
+    lines += ["decq $2", "jnz 1b", "movq $9, %rax", "movq $9, %r11", "shlq $$4, %r11", "addq $8, %r11"]
+    lines += [f"tilestored %tmm{tile}, {64 * (tile % 2)}({'$8' if tile < 2 else '%r11'},%rax,1)" for tile in range(4)]
     return "\n".join(lines)
 
 
@@ -155,16 +159,16 @@ def tile_product(kind: str) -> Any:
     text = _product(*{"packed": (_PACKED, _PACKED), "pixels": (_PIXELS, _PACKED), "pairs": (_PACKED, _PAIRS)}[kind])
 
     @intrinsic
-    def run(typing_context, a, b, steps, table, start, c):
+    def run(typing_context, a, b, steps, table, start, start_row, c, c_row):
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             given = zip(arguments, signature.args, strict=True)
-            a, b, steps, table, start, c = (context.cast(builder, v, t, types.int64) for v, t in given)
-            kind = ll.FunctionType(ll.LiteralStructType([I64] * 4), [I64] * 6)
-            kept = "=&r,=&r,=&r,=&r,0,1,2,3,r,r,~{rax},~{rdx},~{r10},~{memory},~{dirflag},~{fpsr},~{flags}"
-            builder.asm(kind, text, kept, [a, b, steps, table, c, start], True)
+            a, b, steps, table, start, start_row, c, c_row = (context.cast(builder, v, t, types.int64) for v, t in given)
+            kind = ll.FunctionType(ll.LiteralStructType([I64] * 4), [I64] * 8)
+            kept = "=&r,=&r,=&r,=&r,0,1,2,3,r,r,r,r,~{rax},~{rdx},~{r10},~{r11},~{memory},~{dirflag},~{fpsr},~{flags}"
+            builder.asm(kind, text, kept, [a, b, steps, table, c, c_row, start, start_row], True)
             return context.get_dummy_value()
 
-        return types.void(a, b, steps, table, start, c), emit
+        return types.void(a, b, steps, table, start, start_row, c, c_row), emit
 
     return run
 
@@ -192,14 +196,15 @@ def split_rows() -> Any:
             given = zip(arguments, signature.args, strict=True)
             x, x_row, y, y_row, part, rows = (context.cast(builder, v, t, types.int64) for v, t in given)
             upper = [2 * (lane % WIDTH) + 1 + 2 * WIDTH * (lane // WIDTH) for lane in range(2 * WIDTH)]
+            large = _Large(builder)
             with cgutils.for_range(builder, rows, intp=I64) as loop:
                 source = builder.add(x, builder.mul(loop.index, x_row))
                 target = builder.add(y, builder.mul(loop.index, y_row))
-                first, second = (_parts(builder, _floats(builder, source, 64 * half)) for half in range(2))
+                first, second = (_parts(builder, large.see(_floats(builder, source, 64 * half))) for half in range(2))
                 _store_parts(builder, first, second, upper, target, part)
-            return context.get_dummy_value()
+            return large.found()
 
-        return types.void(x, x_row, y, y_row, part, rows), emit
+        return types.boolean(x, x_row, y, y_row, part, rows), emit
 
     return run
 
@@ -213,16 +218,17 @@ def split_pairs() -> Any:
             given = zip(arguments, signature.args, strict=True)
             x, x_row, y, y_row, part, half, pairs = (context.cast(builder, v, t, types.int64) for v, t in given)
             upper = [lane // 2 * 2 + 1 + 2 * WIDTH * (lane % 2) for lane in range(2 * WIDTH)]
+            large = _Large(builder)
             with cgutils.for_range(builder, pairs, intp=I64) as loop:
                 source = builder.add(x, builder.mul(builder.shl(loop.index, I64(1)), x_row))
                 target = builder.add(y, builder.mul(loop.index, y_row))
                 for side in range(2):
-                    first = _parts(builder, _floats(builder, source, 64 * side))
-                    second = _parts(builder, _floats(builder, builder.add(source, x_row), 64 * side))
+                    first = _parts(builder, large.see(_floats(builder, source, 64 * side)))
+                    second = _parts(builder, large.see(_floats(builder, builder.add(source, x_row), 64 * side)))
                     _store_parts(builder, first, second, upper, builder.add(target, half) if side else target, part)
-            return context.get_dummy_value()
+            return large.found()
 
-        return types.void(x, x_row, y, y_row, part, half, pairs), emit
+        return types.boolean(x, x_row, y, y_row, part, half, pairs), emit
 
     return run
 
@@ -267,7 +273,7 @@ def spread_rows(group: int) -> Any:
             with cgutils.for_range(builder, rows, intp=I64) as loop:
                 place = builder.inttoptr(builder.add(x, builder.mul(loop.index, I64(4 * SIDE))), POINTER)
                 row = builder.load(place, typ=kind, align=4)
-                builder.store(builder.or_(builder.load(unknown), _is_not_finite(builder, row)), unknown)
+                builder.store(builder.or_(builder.load(unknown), _any(builder, _is_above(builder, row, _HIGHEST))), unknown)
                 for sample in range(group):
                     order = ll.Constant(ll.VectorType(I32, pixels), [I32(p * group + sample) for p in range(pixels)])
                     start = builder.add(builder.mul(loop.index, y_row), builder.mul(y_sample, I64(sample)))
@@ -308,46 +314,30 @@ def join_rows(group: int) -> Any:
     return run
 
 
-def _is_not_finite(builder: ll.IRBuilder, vector: Any) -> Any:
-    """Whether any number of a vector is not finite."""
+class _Large:
+    """Whether any number of some vectors is not finite, or too large."""
+
+    def __init__(self, builder: ll.IRBuilder) -> None:
+        self._builder, kind = builder, ll.VectorType(BOOL, WIDTH)
+        self._place = cgutils.alloca_once_value(builder, ll.Constant(kind, [BOOL(0)] * WIDTH))
+
+    def see(self, vector: Any) -> Any:
+        """The vector, whose numbers count."""
+        large = _is_above(self._builder, vector, _LARGEST)
+        self._builder.store(self._builder.or_(self._builder.load(self._place), large), self._place)
+        return vector
+
+    def found(self) -> Any:
+        return _any(self._builder, self._builder.load(self._place))
+
+
+def _is_above(builder: ll.IRBuilder, vector: Any, bound: float) -> Any:
+    """The numbers that are not within a bound; NaN is not."""
     kind = vector.type
-    highest = ll.Constant(kind, [ll.Constant(F32, _HIGHEST)] * kind.count)
-    large = builder.not_(builder.fcmp_ordered("<=", call(builder, "fabs", kind, vector), highest))
-    lanes = ll.IntType(kind.count)
-    return builder.icmp_unsigned("!=", builder.bitcast(large, lanes), lanes(0))
+    size = call(builder, "fabs", kind, vector)
+    return builder.not_(builder.fcmp_ordered("<=", size, ll.Constant(kind, [ll.Constant(F32, bound)] * kind.count)))
 
 
-def write_square() -> Any:
-    """See :data:`.tiles.write_square`."""
-
-    @intrinsic
-    def run(typing_context, x, y, y_row, adds):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            given = zip(arguments, signature.args, strict=True)
-            x, y, y_row, adds = (context.cast(builder, v, t, types.int64) for v, t in given)
-            kind = ll.VectorType(F32, WIDTH)
-            highest = ll.Constant(kind, [ll.Constant(F32, _HIGHEST)] * WIDTH)
-            none = ll.Constant(ll.VectorType(BOOL, WIDTH), [BOOL(0)] * WIDTH)
-            unknown = cgutils.alloca_once_value(builder, none)
-            more = builder.icmp_signed("!=", adds, I64(0))
-
-            def row(index: Any, half: int, has: bool) -> None:
-                value = _floats(builder, builder.add(x, builder.mul(index, I64(128))), 64 * half)
-                place = builder.add(builder.add(y, builder.mul(index, y_row)), I64(64 * half))
-                if has:
-                    value = builder.fadd(value, _floats(builder, place, 0))
-                builder.store(value, builder.inttoptr(place, POINTER), align=4)
-                large = builder.not_(builder.fcmp_ordered("<=", call(builder, "fabs", kind, value), highest))
-                builder.store(builder.or_(builder.load(unknown), large), unknown)
-
-            with builder.if_else(more) as (then, other):
-                for branch, has in ((then, True), (other, False)):
-                    with branch, cgutils.for_range(builder, I64(32), intp=I64) as loop:
-                        for half in range(2):
-                            row(loop.index, half, has)
-            lanes = ll.IntType(WIDTH)
-            return builder.icmp_unsigned("!=", builder.bitcast(builder.load(unknown), lanes), lanes(0))
-
-        return types.boolean(x, y, y_row, adds), emit
-
-    return run
+def _any(builder: ll.IRBuilder, mask: Any) -> Any:
+    lanes = ll.IntType(mask.type.count)
+    return builder.icmp_unsigned("!=", builder.bitcast(mask, lanes), lanes(0))

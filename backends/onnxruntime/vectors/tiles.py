@@ -28,6 +28,7 @@ split_rows = Deferred(_INTRINSICS, "split_rows")
 """``f(x, x_row, y, y_row, part, rows)`` for compiled code: the parts of ``rows`` rows of 32 floats, as rows of 32 half words.
 
 ``x_row`` and ``y_row`` are the bytes from one row to the next, ``part`` those from the lowest part of a row to the middle one.
+Returns whether any number is not finite, or so large (1e17) that products may not be.
 """
 
 split_pairs = Deferred(_INTRINSICS, "split_pairs")
@@ -42,12 +43,13 @@ PACKED, PIXEL_BYTES = 64, 192
 
 
 def tile_product(kind: str) -> Any:
-    """A function ``f(a, b, steps, table, start, c)`` for compiled code: 32 × 32 floats c = start + a·b, in 1 or more steps.
+    """A function ``f(a, b, steps, table, start, start_row, c, c_row)`` for compiled code: 32 × 32 floats c = start + a·b.
 
-    ``start`` is the address of a row of 32 floats. The left operand of a step is 32 rows from :data:`split_rows`, the right one
-    16 pairs from :data:`split_pairs`. Both are ``"packed"``, STEP_BYTES for each step, the two tiles of a part side by side;
-    or left ones are ``"pixels"``, rows of PIXEL_BYTES; or right ones are ``"pairs"`` of twice as many. The table says where
-    these lie behind a or b, in bytes, for each step and for one more. Reads two steps behind what is packed.
+    ``_row`` is the bytes from one row to the next, 0 where all rows of ``start`` are the same. There are 1 or more steps. The
+    left operand of a step is 32 rows from :data:`split_rows`, the right one 16 pairs from :data:`split_pairs`. Both are
+    ``"packed"``, STEP_BYTES for each step, the two tiles of a part side by side; or left ones are ``"pixels"``, rows of
+    PIXEL_BYTES; or right ones are ``"pairs"`` of twice as many. The table says where these lie behind a or b, in bytes, for
+    each step and for one more. Reads two steps behind what is packed.
     """
     return Deferred(_INTRINSICS, "tile_product", kind)
 
@@ -57,11 +59,6 @@ row_product = Deferred(_INTRINSICS, "row_product")
 
 A step's left operand are three parts of 16 rows, 1024 bytes each. Its right one is ``"packed"``, twice, ``strip`` bytes apart.
 """
-
-write_square = Deferred(_INTRINSICS, "write_square")
-"""``f(x, y, y_row, adds)`` for compiled code: y = x, or y += x, for 32 × 32 floats; whether any of y is not finite.
-
-``y_row`` is the bytes from one row of y to the next."""
 
 
 def spread_rows(group: int) -> Any:

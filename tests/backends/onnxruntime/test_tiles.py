@@ -69,8 +69,8 @@ def test_many_products(count: int) -> None:
 
 
 def test_numbers_of_very_different_sizes() -> None:
-    a = normal(64, 256) * np.float32(10) ** rng.integers(-15, 18, (64, 1)).astype(np.float32)
-    b = normal(256, 64) * np.float32(10) ** rng.integers(-15, 18, (1, 64)).astype(np.float32)
+    a = normal(64, 256) * np.float32(10) ** rng.integers(-15, 16, (64, 1)).astype(np.float32)
+    b = normal(256, 64) * np.float32(10) ** rng.integers(-15, 16, (1, 64)).astype(np.float32)
     assert error(product(a, b), a, b, None) < 2e-7
 
 
@@ -81,12 +81,14 @@ def test_threads_do_not_change_a_bit() -> None:
     assert (found[0] == found[2]).all()
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38, 1.3e30])
 @pytest.mark.parametrize("edge", [False, True])
 def test_numbers_that_are_not_finite_come_out_as_elsewhere(value: float, edge: bool) -> None:
     a, b = normal(70, 80), np.ones((80, 50), dtype=np.float32)
     a[69 if edge else 3, 17] = value
-    found, exact = product(a, b), a @ b
+    b[:, 1] = 1.7e30
+    with np.errstate(over="ignore", invalid="ignore"):
+        found, exact = product(a, b), a @ b
     assert (np.isnan(found) == np.isnan(exact)).all()
     known = np.isfinite(exact)
     assert (found[~known & ~np.isnan(exact)] == exact[~known & ~np.isnan(exact)]).all()
