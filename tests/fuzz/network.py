@@ -32,6 +32,8 @@ LONG = 8.0  # seconds: deadline where nothing may; it is not waited for
 MEGABYTES = 200  # that an attempt may take
 LOOPBACK = "127.0.0.1"
 
+_GIVING, _GIVEN = threading.Lock(), set[int]()
+
 Rogue = Callable[[socket.socket, random.Random], None]
 Place = tuple[str, int]
 
@@ -131,7 +133,11 @@ class Meeting:
 
 
 def _free() -> Place:
-    return LOOPBACK, free_port()
+    with _GIVING:  # attempts run at once, and a port stays free until its rank 0 listens
+        while (port := free_port()) in _GIVEN:
+            pass
+        _GIVEN.add(port)
+    return LOOPBACK, port
 
 
 def _connect(place: Place) -> socket.socket:
