@@ -51,6 +51,9 @@ weight."""
 LARGEST_SHARE = {"forward": 0.55, "input": 0.55, "weight": 0.65}
 """Of the time of other kernels that a convolution may take here to be worth it, where cores are shared (:mod:`.tiles`)."""
 
+FEWEST_SUMS = 32
+"""Sums of a weight gradient that threads take in turn, whatever their number: the bits of the gradient do not depend on it."""
+
 FEWEST_TAPS = 4
 """A product of matrices splits less for a window of one tap."""
 
@@ -213,7 +216,7 @@ def weight_gradient(pool: Pool, x: Array, w: Array, y: Array, window: Window, ot
     (deep, wide), taps, chunks = shape.squares, len(shape.taps), shape.chunks()
     most = max(count for _, count in chunks)
     blocks = most * shape.height * shape.strips
-    parts = max(1, min(-(-8 * pool.threads // (deep * wide)), blocks // DEEP))
+    parts = max(1, min(-(-FEWEST_SUMS // (deep * wide)), blocks // DEEP))
     sums, slopes = parts * deep * wide * taps * SIDE * SIDE * 4, wide * blocks * STEP_BYTES
     scratch = scratchpad_of(pool)
     scratch.reserve(sums + slopes + most * shape.plane * deep + PAST)

@@ -12,6 +12,7 @@ pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 from graphc.backends.host.processor import has_matrix_tiles  # noqa: E402
+from graphc.backends.onnxruntime.kernels import tiled_convolution  # noqa: E402
 from graphc.backends.onnxruntime.kernels.tiled_convolution import convolve, weight_gradient  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.device import Run  # noqa: E402
@@ -86,8 +87,18 @@ def test_results_and_gradients(case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "input", "weight"])
-def test_threads_do_not_change_a_bit(kind: str) -> None:
-    given = arrays("odd channels")
+def test_a_large_convolution_holds_a_part_of_its_images_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = arrays("groups of four")
+    whole = computed(kind, *given)
+    monkeypatch.setattr(tiled_convolution, "ROOM", 1)
+    monkeypatch.setattr(tiled_convolution, "NEAR", 1)
+    assert np.abs(computed(kind, *given) - whole).max() < 1e-6 * np.abs(whole).max()
+
+
+@pytest.mark.parametrize("kind", ["forward", "input", "weight"])
+@pytest.mark.parametrize("case", ["odd channels", "many positions"])
+def test_threads_do_not_change_a_bit(kind: str, case: str) -> None:
+    given = arrays(case)
     one = computed(kind, *given, threads=1)
     assert (one == computed(kind, *given, threads=3)).all()
 

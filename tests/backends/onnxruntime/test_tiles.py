@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from graphc.backends.host.processor import has_matrix_tiles
+from graphc.backends.onnxruntime.kernels import tiles
 from graphc.backends.onnxruntime.kernels.linear import product_without_tiles
 from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
 from graphc.backends.onnxruntime.pool import ThreadPool
@@ -66,6 +67,13 @@ def test_many_products(count: int) -> None:
     a, b = normal(count, 70, 90), normal(count, 50, 90).transpose(0, 2, 1)
     found = product(a, b)
     assert max(error(found[n], a[n], b[n], None) for n in range(count)) < 2e-7
+
+
+def test_many_products_hold_a_part_of_their_operands_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = normal(5, 70, 90), normal(5, 90, 50)
+    whole = product(a, b)
+    monkeypatch.setattr(tiles, "ROOM", 1)
+    assert (product(a, b) == whole).all()
 
 
 def test_numbers_of_very_different_sizes() -> None:
