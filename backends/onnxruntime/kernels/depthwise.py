@@ -19,6 +19,7 @@ import numpy as np
 
 from graphc.backend import Pool
 from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.backends.onnxruntime.vectors.functions import LANES, taps_function
 from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
@@ -48,10 +49,11 @@ def weight_gradient(pool: Pool, x: Array, dw: Array, dy: Array, window: Window) 
     blocks = -(-columns // LANES)
     # Padded copies of one image; the padding stays zero. Columns lie by their remainder modulo the stride, so that a tap reads
     # consecutive ones.
-    each = blocks * LANES + (taps_w - 1) * dilation_w // stride_w
-    image = np.zeros((parts, (rows - 1) * stride_h + (taps_h - 1) * dilation_h + 1, stride_w, each), dtype=np.float32)
-    slope = np.zeros((parts, rows, blocks * LANES), dtype=np.float32)
-    sums = np.zeros((parts, taps_h, taps_w, LANES), dtype=np.float32)
+    tall, wide = (rows - 1) * stride_h + (taps_h - 1) * dilation_h + 1, blocks * LANES + (taps_w - 1) * dilation_w // stride_w
+    image = on_lines((parts, tall, stride_w, wide))
+    each = image.shape[3]
+    slope = on_lines((parts, rows, blocks * LANES))
+    sums = on_lines((parts, taps_h * taps_w * LANES))
     columns_of_taps = np.arange(taps_w) * dilation_w
     offsets = 4 * (columns_of_taps % stride_w * each + columns_of_taps // stride_w)
     return pool.bind(_weight_gradient, (images, slopes, weights, geometry, image, slope, sums, offsets), parts)
@@ -64,8 +66,8 @@ def _weight_gradient(x, dy, dw, geometry, images, slopes, all_sums, offsets, sta
     rows, columns = dy.shape[2], dy.shape[3]
     taps_h, taps_w = dw.shape[1], dw.shape[2]
     channels, parts, outs = dw.shape[0], images.shape[0], dw.shape[0] // x.shape[1]  # outs: of an input channel
-    tall, each, blocks = images.shape[1], images.shape[3], slopes.shape[2] // LANES
-    line, of_offsets = 4 * stride_w * each, offsets.ctypes.data
+    tall, each, blocks = images.shape[1], images.shape[3], (columns + LANES - 1) // LANES
+    line, of_offsets, step_of_slope = 4 * stride_w * each, offsets.ctypes.data, 4 * slopes.shape[2]
     for part in range(start, stop):
         image, slope, sums = images[part], slopes[part], all_sums[part]
         of_image, of_slope, of_sums = image.ctypes.data, slope.ctypes.data, sums.ctypes.data
@@ -93,22 +95,22 @@ def _weight_gradient(x, dy, dw, geometry, images, slopes, all_sums, offsets, sta
                     while j < taps_w:
                         o, s = of_offsets + 8 * j, row + j * LANES * 4
                         if taps_w - j >= 7:
-                            taps7(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            taps7(at, step, o, of_slope, step_of_slope, rows, blocks, s)
                             j += 7
                         elif taps_w - j >= 5:
-                            taps5(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            taps5(at, step, o, of_slope, step_of_slope, rows, blocks, s)
                             j += 5
                         elif taps_w - j >= 3:
-                            taps3(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            taps3(at, step, o, of_slope, step_of_slope, rows, blocks, s)
                             j += 3
                         else:
-                            taps1(at, step, o, of_slope, blocks * LANES * 4, rows, blocks, s)
+                            taps1(at, step, o, of_slope, step_of_slope, rows, blocks, s)
                             j += 1
             for i in range(taps_h):
                 for j in range(taps_w):
                     total = np.float32(0.0)
                     for v in range(LANES):
-                        total += sums[i, j, v]
+                        total += sums[(i * taps_w + j) * LANES + v]
                     dw[c, i, j] = total
 
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 
@@ -255,7 +256,7 @@ def layer_normalization_grad(k: Binding) -> Run:
     size = scale.size
     rows = x.size // size
     parts = max(1, min(k.pool.threads, x.size // 16384, rows))
-    sums = np.zeros((parts, 2, size), dtype=np.float32)
+    sums = on_lines((parts, 2, size))
     arguments = (
         dy.reshape(rows, size),
         x.reshape(rows, size),
@@ -270,8 +271,8 @@ def layer_normalization_grad(k: Binding) -> Run:
 
     def run() -> None:
         sweep()
-        np.sum(sums[:, 0], axis=0, out=flat_scale)
-        np.sum(sums[:, 1], axis=0, out=flat_bias)
+        np.sum(sums[:, 0, :size], axis=0, out=flat_scale)
+        np.sum(sums[:, 1, :size], axis=0, out=flat_bias)
 
     return run
 

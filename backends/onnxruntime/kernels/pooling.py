@@ -16,6 +16,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, jit, specialized
+from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.device import Array, Run
 from graphc.ir.facts import required, shape_of_result, static_dims
 from graphc.ir.ops.convolution import Window
@@ -60,7 +61,7 @@ def max_pool_grad(k: Binding) -> Run:
     if _lie_apart(window, x.shape[2:], y.shape[2:]):
         deep = [array.reshape(-1, *[1] * (5 - array.ndim), *array.shape[2:]) for array in (dy, x, y, dx)]
         parts = max(1, min(k.pool.threads, len(deep[0]), y.size // 1024))
-        found = np.zeros((parts, y.shape[-1]), dtype=np.int32)
+        found = on_lines((parts, y.shape[-1]), np.int32)
         return k.pool.bind(_grad_of_windows_apart(*[1] * (5 - x.ndim), *window.kernel), (*deep, found), parts)
     if x.ndim == 5:
         numbers = np.array([window.kernel, window.strides, window.dilations, window.begin], dtype=np.int64)
@@ -73,7 +74,7 @@ def max_pool_grad(k: Binding) -> Run:
     taps, strides, dilations = (*lift, *window.kernel), (*lift, *window.strides), (*lift, *window.dilations)
     planes = x.shape[0] * x.shape[1]
     parts = max(1, min(k.pool.threads, planes, y.size // 1024))
-    found = np.zeros((parts, y.shape[-1]), dtype=np.int32)
+    found = on_lines((parts, y.shape[-1]), np.int32)
     images, slopes = _planes(x), _planes(dx)
     flat = images.reshape(planes, -1), slopes.reshape(planes, -1)
     arguments = (_planes(dy), images, *flat, _planes(y), *begin, found)
@@ -99,7 +100,7 @@ def _grad_of_windows_apart(taps_d: int, taps_h: int, taps_w: int) -> Callable[..
         layers, rows, columns = y.shape[1], y.shape[2], y.shape[3]
         whole = layers * taps_d == depth and rows * taps_h == height and columns * taps_w == width
         for part in range(start, stop):
-            at = found[part]
+            at = found[part, : y.shape[-1]]
             for plane in range(planes * part // parts, planes * (part + 1) // parts):
                 source, target = x[plane], dx[plane]
                 if not whole:
@@ -199,7 +200,7 @@ def _max_pool_grad(
         after = (width - 1 - (taps_w - 1) * dilation_w + begin_w) // stride_w + 1  # before this window, no tap lies after x
         last = np.uint64(max(np.int64(first), min(y.shape[2], after)))
         for part in range(start, stop):
-            at = found[part]
+            at = found[part, : y.shape[-1]]
             for plane in range(planes * part // parts, planes * (part + 1) // parts):
                 source, target = flat_x[plane], flat_dx[plane]
                 target[:] = 0.0
@@ -292,7 +293,7 @@ def average_pool(k: Binding) -> Run:
     (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
     source, target, geometry = _averages(k.attributes, x, y)
     parts = max(1, min(k.pool.threads, target.shape[0] * target.shape[1], x.size // 16384))
-    lines: Array = np.zeros((parts, source.shape[2]), dtype=np.float32)
+    lines = on_lines((parts, source.shape[2]))
     return k.pool.bind(_average_pool, (source, *geometry, target, lines), parts)
 
 
@@ -301,7 +302,7 @@ def _average_pool(x, rows, columns, stride, row_share, column_share, y, lines, s
     parts, height = lines.shape[0], y.shape[1]
     every = y.shape[0] * height
     for part in range(start, stop):
-        line = lines[part]
+        line = lines[part, : x.shape[2]]
         for row in range(every * part // parts, every * (part + 1) // parts):
             plane, r = row // height, row % height
             line[:] = 0.0
@@ -339,7 +340,7 @@ def average_pool_grad(k: Binding) -> Run:
     (dy,), (dx,) = given(k.inputs, 1), given(k.outputs, 1)
     target, source, geometry = _averages(k.attributes, dx, dy)
     parts = max(1, min(k.pool.threads, len(target), dx.size // 16384))
-    lines: Array = np.zeros((parts, target.shape[2]), dtype=np.float32)
+    lines = on_lines((parts, target.shape[2]))
     return k.pool.bind(_average_pool_grad, (source, *geometry, target, lines), parts)
 
 
@@ -347,7 +348,7 @@ def average_pool_grad(k: Binding) -> Run:
 def _average_pool_grad(dy, rows, columns, stride, row_share, column_share, dx, lines, start, stop):
     planes, parts = dx.shape[0], lines.shape[0]
     for part in range(start, stop):
-        line = lines[part]
+        line = lines[part, : dx.shape[2]]
         for plane in range(planes * part // parts, planes * (part + 1) // parts):
             dx[plane] = 0.0
             for r in range(rows.shape[1]):

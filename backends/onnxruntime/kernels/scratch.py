@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,18 @@ class Scratchpad:
     @property
     def address(self) -> int:
         return int(self._memory.ctypes.data)
+
+
+def on_lines(shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
+    """Zeros whose last axis is made longer to fill lines of the cache: threads that write different rows share no line.
+
+    Processors fetch lines in pairs, so a row has whole pairs of them.
+    """
+    each = 2 * ALIGNMENT // np.dtype(dtype).itemsize
+    shape = (*shape[:-1], -(-shape[-1] // each) * each)
+    raw = np.zeros(math.prod(shape) + each, dtype=dtype)
+    start = -raw.ctypes.data % (2 * ALIGNMENT) // raw.itemsize
+    return raw[start : start + math.prod(shape)].reshape(shape)
 
 
 _SCRATCHPADS: weakref.WeakKeyDictionary[Pool, Scratchpad] = weakref.WeakKeyDictionary()

@@ -9,7 +9,7 @@ wherever a tap begins. Samples of a group lie side by side at each pixel: narrow
 
     image of a group: SIDE channels after another, rows, pixels, samples; PIXEL_BYTES each
 
-Weights are split for each step as well. A thread takes a row of results after another.
+Weights are split for each step as well. A thread takes a row of results after another, of images that it has split if it can.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from graphc.backends.onnxruntime.kernels.tiled_loops import (
     split_weights,
     write_gradient,
 )
+from graphc.backends.onnxruntime.kernels.tiles import counters
 from graphc.backends.onnxruntime.vectors.tiles import PIXEL_BYTES, SIDE, STEP_BYTES
 from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
@@ -197,13 +198,12 @@ def convolve(
     table, failed = np.array([*offsets, 0], dtype=np.int64), np.zeros(1, dtype=np.int64)
     row = np.empty((0,), dtype=np.float32) if bias is None else bias
     sizes = shape.sizes(weights, deep, wide, near, 0)
-    taken = np.zeros(len(chunks), dtype=np.int64)
+    taken = counters(pool, len(chunks), -(-wide // near))
     taps = w.reshape(*w.shape[:2], -1)
     runs = [pool.bind(split_weights, (taps, sizes, int(kind == "input"), scratch.cell), deep * wide)]
     for k, (first, count) in enumerate(chunks):
         runs.append(pool.bind(split_images, (read, sizes, first, count, scratch.cell), count * deep * shape.padded[0]))
-        units = count * shape.height * -(-wide // near)
-        arguments = (row, written, sizes, table, first, count, units, taken[k:], failed, scratch.cell)
+        arguments = (row, written, sizes, table, first, count, taken[k], failed, scratch.cell)
         runs.append(pool.bind(convolve_rows, arguments, pool.threads))
     return _checked(runs, taken, failed, otherwise)
 
@@ -229,12 +229,12 @@ def weight_gradient(pool: Pool, x: Array, w: Array, y: Array, window: Window, ot
     ]
     table, failed = np.array([*offsets, 0], dtype=np.int64), np.zeros(1, dtype=np.int64)
     shifts = np.array(shape.taps, dtype=np.int64)
-    taken, runs = np.zeros(len(chunks), dtype=np.int64), []
+    taken, runs = counters(pool, len(chunks)), []
     for k, (first, count) in enumerate(chunks):
         sizes = shape.sizes(sums + slopes, deep, wide, parts, 1)
         runs.append(pool.bind(split_images, (x, sizes, first, count, scratch.cell), count * deep * shape.padded[0]))
         runs.append(pool.bind(split_slopes, (y, sizes, first, count, sums, scratch.cell), count * wide * shape.height))
-        arguments = (sizes, table, shifts, count, sums, k, taken[k:], scratch.cell)
+        arguments = (sizes, table, shifts, count, sums, k, taken[k], scratch.cell)
         runs.append(pool.bind(multiply_slopes, arguments, pool.threads))
     gradient = w.reshape(*w.shape[:2], -1)
     runs.append(pool.bind(write_gradient, (gradient, parts, failed, scratch.cell), deep * wide))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.tiles import HALF, PART, transpose_tile
+from graphc.backends.onnxruntime.kernels.tiles import HALF, PART, take_near, transpose_tile
 from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, floats_at, scratch_function, transpose_square
 from graphc.backends.onnxruntime.vectors.tiles import (
     PACKED,
@@ -18,7 +18,6 @@ from graphc.backends.onnxruntime.vectors.tiles import (
     split_pairs,
     split_rows,
     spread_rows,
-    take_next,
     tile_product,
 )
 
@@ -157,8 +156,8 @@ def _join(group, x, row, sample, y, rows):
 
 
 @jit
-def convolve_rows(bias, y, sizes, table, first, count, units, taken, failed, cell, start, stop):
-    """Compute rows of results that nobody has taken yet, until ``units`` of them are taken."""
+def convolve_rows(bias, y, sizes, table, first, count, taken, failed, cell, start, stop):
+    """Compute rows of results that no thread has taken yet."""
     group, _, columns, _, _, _, image, _, height, width, strips, before, _, wide, near, _ = sizes
     steps = table.size - 1
     samples, outs = y.shape[0], y.shape[1]
@@ -169,35 +168,36 @@ def convolve_rows(bias, y, sizes, table, first, count, units, taken, failed, cel
         row[v] = np.float32(0)
     pixels, unknown = SIDE // group, False
     configure_tiles()
-    while True:
-        unit = take_next(taken.ctypes.data)
-        if unit >= units:
-            break
-        nearest, g, i = unit // (count * height) * near, unit // height % count, unit % height
-        source = cell[0] + before + g * image + i * columns * group * PIXEL_BYTES
-        for strip in range(strips):
-            left = strip * pixels
-            for m in range(nearest, min(wide, nearest + near)):
-                if bias.size > 0:
+    for nearest in range(0, wide, near):
+        while True:
+            unit = take_near(taken[nearest // near], start, count * height)
+            if unit < 0:
+                break
+            g, i = unit // height, unit % height
+            source = cell[0] + before + g * image + i * columns * group * PIXEL_BYTES
+            for strip in range(strips):
+                left = strip * pixels
+                for m in range(nearest, min(wide, nearest + near)):
+                    if bias.size > 0:
+                        for v in range(min(SIDE, outs - m * SIDE)):
+                            row[v] = bias[m * SIDE + v]
+                    weights = cell[0] + m * steps * STEP_BYTES
+                    multiply_pixels(
+                        source + strip * SIDE * PIXEL_BYTES, weights, steps, table.ctypes.data, begin, 0, result, 4 * SIDE
+                    )
+                    transpose_tile(result, 4 * SIDE, turned)
+                    first_sample, rows = (first + g) * group, min(SIDE, outs - m * SIDE)
+                    if first_sample + group <= samples and left + pixels <= width:
+                        to = y[first_sample, m * SIDE, i, left:].ctypes.data
+                        unknown |= _spread(group, turned, to, line, image_bytes, rows)
+                        continue
                     for v in range(min(SIDE, outs - m * SIDE)):
-                        row[v] = bias[m * SIDE + v]
-                weights = cell[0] + m * steps * STEP_BYTES
-                multiply_pixels(
-                    source + strip * SIDE * PIXEL_BYTES, weights, steps, table.ctypes.data, begin, 0, result, 4 * SIDE
-                )
-                transpose_tile(result, 4 * SIDE, turned)
-                first_sample, rows = (first + g) * group, min(SIDE, outs - m * SIDE)
-                if first_sample + group <= samples and left + pixels <= width:
-                    to = y[first_sample, m * SIDE, i, left:].ctypes.data
-                    unknown |= _spread(group, turned, to, line, image_bytes, rows)
-                    continue
-                for v in range(min(SIDE, outs - m * SIDE)):
-                    for s in range(min(group, samples - (first + g) * group)):
-                        target = y[(first + g) * group + s, m * SIDE + v, i]
-                        for p in range(min(pixels, width - left)):
-                            value = found[v, p * group + s]
-                            target[left + p] = value
-                            unknown |= not abs(value) <= HIGHEST
+                        for s in range(min(group, samples - (first + g) * group)):
+                            target = y[(first + g) * group + s, m * SIDE + v, i]
+                            for p in range(min(pixels, width - left)):
+                                value = found[v, p * group + s]
+                                target[left + p] = value
+                                unknown |= not abs(value) <= HIGHEST
     release_tiles()
     if unknown:
         failed[0] = 1
@@ -246,8 +246,8 @@ def multiply_slopes(sizes, table, shifts, count, before, adds, taken, cell, star
         row[v] = np.float32(0)
     configure_tiles()
     while True:
-        unit = take_next(taken.ctypes.data)
-        if unit >= parts * deep * wide:
+        unit = take_near(taken, start, parts * deep * wide)
+        if unit < 0:
             break
         part, m, c = unit // (deep * wide), unit // deep % wide, unit % deep
         low, high = blocks * part // parts, blocks * (part + 1) // parts

@@ -22,7 +22,7 @@ import numpy as np
 from graphc.backend import Pool
 from graphc.backends.host.processor import has_matrix_tiles
 from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.backends.onnxruntime.kernels.scratch import on_lines, scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, floats_at, scratch_function, transpose_square
 from graphc.backends.onnxruntime.vectors.tiles import (
     PACKED,
@@ -40,8 +40,6 @@ from graphc.device import Array, Run
 DEPTH, BLOCK, CHUNK = 512, 512, 256
 """Most of the sums in a piece, rows or columns of the operand that stays in the cache, and columns that pass by at a time."""
 
-ROOM = 1 << 23
-"""Bytes of scratch for the parts of what stays, when many products are computed at a time."""
 
 BLOCK_TIME, STEP_TIME, SPLIT_TIME, REGION_TIME, PLAIN_TIME = 150, 149, 0.4, 4000, 2 / 150
 """Nanoseconds of a square of the result, of each of its steps, of splitting a number, of waking the threads, and of a
@@ -70,8 +68,8 @@ def is_better_on_tiles(pool: Pool, result: tuple[int, ...], depth: int) -> bool:
     stays, passes = sorted((tall, wide))
     pieces = -(-depth // DEPTH)
     blocks = tall * wide * (steps * STEP_TIME + pieces * BLOCK_TIME)
-    splits = (stays + passes * -(-stays * SIDE // BLOCK)) * steps * SIDE * SIDE * SPLIT_TIME
-    regions = 2 * pieces * -(-stays * SIDE // BLOCK) * REGION_TIME
+    splits = (stays * pool.threads + passes * -(-stays * SIDE // BLOCK)) * steps * SIDE * SIDE * SPLIT_TIME
+    regions = pieces * REGION_TIME
     plain = rows * columns * depth * PLAIN_TIME / pool.threads * count
     return count * (blocks + splits) / pool.threads + regions < LARGEST_SHARE * plain
 
@@ -79,8 +77,8 @@ def is_better_on_tiles(pool: Pool, result: tuple[int, ...], depth: int) -> bool:
 def product_on_tiles(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None, otherwise: Callable[[], Run]) -> Run:
     """c = a·b + bias for float32 matrices, or for as many of each behind a first axis.
 
-    Of each piece of the sums, all threads split one operand. Then a thread takes rows of the other, or columns, splits and
-    multiplies them, and takes the next: one that runs slowly, on a core that others use too, delays none.
+    Of each piece of the sums, a thread splits one operand, in blocks. Then it takes rows of the other, or columns, splits and
+    multiplies them, and takes the next. All threads split the same block: reading what another core has written takes longer.
 
     Args:
         a, b: with contiguous rows or columns.
@@ -91,35 +89,24 @@ def product_on_tiles(pool: Pool, a: Array, b: Array, c: Array, bias: Array | Non
     a, b, c = (x if x.ndim == 3 else x[None] for x in (a, b, c))
     count, rows, columns = c.shape
     depth, rows_stay = a.shape[2], rows < columns
-    stays, passes = (rows, columns) if rows_stay else (columns, rows)
+    stays = rows if rows_stay else columns
     chunk = SIDE
     if rows_stay:  # rows of c are written along
         chunk = min(CHUNK, max(SIDE, count * columns // (8 * pool.threads) // SIDE * SIDE))
     piece = -(-depth // -(-depth // DEPTH) // SIDE) * SIDE  # of the sums
-    held = -(-min(stays, BLOCK) // SIDE) * piece // SIDE * STEP_BYTES
-    together = max(1, min(count, ROOM // held))
+    blocks, strip = -(-stays // BLOCK), piece // SIDE * STEP_BYTES
+    held = -(-min(stays, BLOCK) // SIDE) * strip
+    room = held + chunk // SIDE * strip + 2 * STEP_BYTES
     scratch = scratchpad_of(pool)
-    passing = chunk // SIDE * piece // SIDE * STEP_BYTES
-    scratch.reserve(together * held + pool.threads * passing + 2 * STEP_BYTES)
+    scratch.reserve(pool.threads * room)
     places = [x for m in (a, b, c) for x in (m.ctypes.data, *m.strides)]
-    sizes = [rows, columns, depth, held, together * held, passing, chunk, int(rows_stay), piece]
+    sizes = [count, rows, columns, depth, held, room, chunk, int(rows_stay), piece]
     table = np.array([*places, *sizes, 0], dtype=np.int64)
     row = np.empty((0,), dtype=np.float32) if bias is None else bias.reshape(-1)
-    regions = np.array(
-        [
-            (number, min(together, count - number), first, min(BLOCK, stays - first), k)
-            for number in range(0, count, together)
-            for first in range(0, stays, BLOCK)
-            for k in range(0, depth, piece)
-        ],
-        dtype=np.int64,
-    )
-    taken = np.zeros(len(regions), dtype=np.int64)
-    runs: list[Run] = []
-    for k, region in enumerate(regions):
-        runs.append(pool.bind(_split_held, (table, region, scratch.cell), int(region[1] * -(-region[3] // SIDE))))
-        units = int(region[1] * -(-passes // chunk))
-        runs.append(pool.bind(_multiply, (row, table, region, taken[k:], units, scratch.cell), pool.threads))
+    taken = counters(pool, -(-depth // piece), blocks)
+    runs = [
+        pool.bind(_multiply, (row, table, k, taken[k // piece], scratch.cell), pool.threads) for k in range(0, depth, piece)
+    ]
     again: list[Run] = []
 
     def go(held: tuple[Array, ...] = (a, b, c)) -> None:
@@ -206,76 +193,82 @@ def _write_edge(square, c, row, rows, columns, adds):
             y[n] = x[r, n] + (y[n] if adds else np.float32(0))
 
 
-@jit
-def _split_held(table, region, cell, start, stop):
-    """Split the operand that stays, a strip for each unit."""
-    first_a, a_batch, a_row, a_column, first_b, b_batch, b_row, b_column = table[:8]
-    length, held, rows_stay, piece = table[14], table[15], table[19], table[20]
-    number, _, first, size, k = region
-    depth = min(piece, length - k)
-    strips, strip = (size + SIDE - 1) // SIDE, (depth + SIDE - 1) // SIDE * STEP_BYTES
-    large = False
-    for unit in range(start, stop):
-        n, s = number + unit // strips, unit % strips * SIDE
-        to, width = cell[0] + unit // strips * held + s // SIDE * strip, min(SIDE, size - s)
-        if rows_stay:
-            at = first_a + n * a_batch + (first + s) * a_row + k * a_column
-            large |= split_left(at, a_row, a_column, width, depth, to, square())
-        else:
-            at = first_b + n * b_batch + (first + s) * b_column + k * b_row
-            large |= split_right(at, b_row, b_column, depth, width, to, square())
-    if large:
-        table[-1] = 1
+def counters(pool: Pool, *shape: int) -> Array:
+    """Of units that are taken, one for each thread, on cache lines of their own; for :func:`take_near`."""
+    return on_lines((*shape, pool.threads, 1), np.int64)
 
 
 @jit
-def _multiply(bias, table, region, taken, units, cell, start, stop):
-    """Split rows or columns that nobody has taken yet, multiply them with what stays, until ``units`` of them are taken."""
+def take_near(taken, thread, units):
+    """A unit that no thread has taken yet, of this one's share or else of another's; -1: none is left.
+
+    A thread keeps to what it computes in other kernels, too, and one that runs slowly, on a core that others use, delays none.
+    """
+    threads = taken.shape[0]
+    for turn in range(threads):
+        owner = (thread + turn) % threads
+        unit = units * owner // threads + take_next(taken[owner].ctypes.data)
+        if unit < units * (owner + 1) // threads:
+            return unit
+    return -1
+
+
+@jit
+def _multiply(bias, table, k, taken, cell, start, stop):
+    """Multiply a piece of the sums, whose first term is ``k``."""
     first_a, a_batch, a_row, a_column, first_b, b_batch, b_row, b_column, first_c, c_batch, c_row = table[:11]
-    rows, columns, length, held, all_held, passing, chunk, rows_stay, piece = table[12:21]
-    number, _, first, size, k = region
+    number, rows, columns, length, held, room, chunk, rows_stay, piece = table[12:21]
     depth = min(piece, length - k)
     steps = (depth + SIDE - 1) // SIDE
     strip = steps * STEP_BYTES
-    passes = columns if rows_stay else rows
+    stays, passes = (rows, columns) if rows_stay else (columns, rows)
     chunks = (passes + chunk - 1) // chunk
-    strips, begin = cell[0] + all_held + start * passing, beginning()
+    units, begin = number * chunks, beginning()
     extra, of_square = square(), result()
     row = array_of(floats_at(begin), (SIDE,))
     for n in range(SIDE):
         row[n] = np.float32(0)
     configure_tiles()
     large = False
-    while True:
-        unit = take_next(taken.ctypes.data)
-        if unit >= units:
-            break
-        n, p = number + unit // chunks, unit % chunks * chunk
-        block, count = cell[0] + unit // chunks * held, min(chunk, passes - p)
-        if rows_stay:
-            at = first_b + n * b_batch + p * b_column + k * b_row
-            large |= split_right(at, b_row, b_column, depth, count, strips, extra)
-        else:
-            at = first_a + n * a_batch + p * a_row + k * a_column
-            large |= split_left(at, a_row, a_column, count, depth, strips, extra)
-        of_c = first_c + n * c_batch
-        for s in range(0, size, SIDE):
-            for r in range(0, count, SIDE):
-                i, j = (first + s, p + r) if rows_stay else (p + r, first + s)
-                height, width = min(SIDE, rows - i), min(SIDE, columns - j)
-                if k == 0 and bias.size > 0:
-                    for v in range(width):
-                        row[v] = bias[j + v]
-                one, other = block + s // SIDE * strip, strips + r // SIDE * strip
-                left, right = (one, other) if rows_stay else (other, one)
-                at_c = of_c + i * c_row + j * 4
-                if height < SIDE or width < SIDE:
-                    multiply_packed(left, right, steps, begin, begin, 0, of_square, 4 * SIDE)
-                    _write_edge(of_square, at_c, c_row, height, width, k > 0)
-                elif k > 0:
-                    multiply_packed(left, right, steps, begin, at_c, c_row, at_c, c_row)
+    for thread in range(start, stop):
+        block = cell[0] + thread * room
+        strips = block + held
+        for first in range(0, stays, BLOCK):
+            kept, size = -1, min(BLOCK, stays - first)
+            while True:
+                unit = take_near(taken[first // BLOCK], thread, units)
+                if unit < 0:
+                    break
+                n, p = unit // chunks, unit % chunks * chunk
+                of_a, of_b = first_a + n * a_batch + k * a_column, first_b + n * b_batch + k * b_row
+                if n != kept:
+                    kept = n
+                    if rows_stay:
+                        large |= split_left(of_a + first * a_row, a_row, a_column, size, depth, block, extra)
+                    else:
+                        large |= split_right(of_b + first * b_column, b_row, b_column, depth, size, block, extra)
+                count = min(chunk, passes - p)
+                if rows_stay:
+                    large |= split_right(of_b + p * b_column, b_row, b_column, depth, count, strips, extra)
                 else:
-                    multiply_packed(left, right, steps, begin, begin, 0, at_c, c_row)
+                    large |= split_left(of_a + p * a_row, a_row, a_column, count, depth, strips, extra)
+                for s in range(0, size, SIDE):
+                    for r in range(0, count, SIDE):
+                        i, j = (first + s, p + r) if rows_stay else (p + r, first + s)
+                        height, width = min(SIDE, rows - i), min(SIDE, columns - j)
+                        if k == 0 and bias.size > 0:
+                            for v in range(width):
+                                row[v] = bias[j + v]
+                        one, other = block + s // SIDE * strip, strips + r // SIDE * strip
+                        left, right = (one, other) if rows_stay else (other, one)
+                        at_c = first_c + n * c_batch + i * c_row + j * 4
+                        if height < SIDE or width < SIDE:
+                            multiply_packed(left, right, steps, begin, begin, 0, of_square, 4 * SIDE)
+                            _write_edge(of_square, at_c, c_row, height, width, k > 0)
+                        elif k > 0:
+                            multiply_packed(left, right, steps, begin, at_c, c_row, at_c, c_row)
+                        else:
+                            multiply_packed(left, right, steps, begin, begin, 0, at_c, c_row)
     release_tiles()
     if large:
         table[-1] = 1

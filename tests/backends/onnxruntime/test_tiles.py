@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from graphc.backends.host.processor import has_matrix_tiles
-from graphc.backends.onnxruntime.kernels import tiles
 from graphc.backends.onnxruntime.kernels.linear import product_without_tiles
 from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
 from graphc.backends.onnxruntime.pool import ThreadPool
@@ -69,21 +68,15 @@ def test_many_products(count: int) -> None:
     assert max(error(found[n], a[n], b[n], None) for n in range(count)) < 2e-7
 
 
-def test_many_products_hold_a_part_of_their_operands_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = normal(5, 70, 90), normal(5, 90, 50)
-    whole = product(a, b)
-    monkeypatch.setattr(tiles, "ROOM", 1)
-    assert (product(a, b) == whole).all()
-
-
 def test_numbers_of_very_different_sizes() -> None:
     a = normal(64, 256) * np.float32(10) ** rng.integers(-15, 16, (64, 1)).astype(np.float32)
     b = normal(256, 64) * np.float32(10) ** rng.integers(-15, 16, (1, 64)).astype(np.float32)
     assert error(product(a, b), a, b, None) < 2e-7
 
 
-def test_threads_do_not_change_a_bit() -> None:
-    a, b = normal(700, 600), normal(600, 650)
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 700, 650), (1, 650, 700), (5, 70, 600), (7, 200, 40)])
+def test_threads_do_not_change_a_bit(count: int, rows: int, columns: int) -> None:
+    a, b = normal(count, rows, 600), normal(count, 600, columns)
     found = [product(a, b, threads=threads) for threads in (1, 2, 3)]
     assert (found[0] == found[1]).all()
     assert (found[0] == found[2]).all()
