@@ -24,7 +24,7 @@ import onnx_ir as ir
 from graphc.errors import MissingExtraError, ModelError, UsageError
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
-from graphc.frontends.torch_rnn import translations
+from graphc.frontends.torch_rnn import translations, without_steps
 from graphc.ir.builder import Builder
 from graphc.ir.exporter_records import padding_row
 from graphc.ir.facts import FLOATS
@@ -254,12 +254,13 @@ def _with_dynamo(
         "custom_translation_table": translations(),
         "verbose": False,
     }
-    try:
-        captured = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
-        _detach_without_gradients(captured)
-        program: Any = torch.onnx.export(captured, (), dynamic_shapes=dynamic, **settings)
-    except Exception:  # the exporter of ONNX has other ways to capture a module
-        program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
+    with without_steps():
+        try:
+            captured = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
+            _detach_without_gradients(captured)
+            program: Any = torch.onnx.export(captured, (), dynamic_shapes=dynamic, **settings)
+        except Exception:  # the exporter of ONNX has other ways to capture a module
+            program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
     model: ir.Model = program.model
     signature = getattr(program.exported_program, "graph_signature", None)
     changed = signature.buffers_to_mutate.values() if signature is not None else ()

@@ -2,12 +2,14 @@
 
     rnn_tanh(x, h, params)  →  RNN(x, W, R, B, initial_h=h, direction, activations=[Tanh])
 
-The exporter translates LSTM and GRU in this way by itself.
+The exporter translates LSTM and GRU in this way by itself. It runs every step of all of them to learn the shape of the result,
+twice, which takes 20 to 40 ms a step of a layer: :func:`without_steps` tells the shape at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -71,3 +73,48 @@ def _translation(activation: str) -> Callable[..., Any]:
         "return": tuple[FLOAT, FLOAT],
     }
     return rnn
+
+
+@contextlib.contextmanager
+def without_steps() -> Iterator[None]:
+    """While the exporter captures a module, results of recurrent layers are told by their shapes alone.
+
+    Replaces PyTorch's decompositions of these operators (as of 2.13) for tensors without values; where it registers none,
+    nothing changes.
+    """
+    import torch
+    from torch._C import DispatchKey
+    from torch._decomp import decomposition_table
+
+    operators = [getattr(torch.ops.aten, name).input for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")]
+    places: list[tuple[dict[Any, Any], Any]] = [(decomposition_table, operator) for operator in operators]
+    for operator in operators:
+        kernels = getattr(operator, "py_kernels", {})
+        places += [(kernels, key) for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)]
+    kept = [(table, key, table[key]) for table, key in places if key in table]
+    try:
+        for table, key, decomposition in kept:
+            table[key] = _shapes(decomposition)
+        for operator in operators:
+            getattr(operator, "_dispatch_cache", {}).clear()
+        yield
+    finally:
+        for table, key, decomposition in kept:
+            table[key] = decomposition
+        for operator in operators:
+            getattr(operator, "_dispatch_cache", {}).clear()
+
+
+def _shapes(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Results without values for operands without; for others, what the decomposition computes."""
+
+    def layers(x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first):  # type: ignore[no-untyped-def]
+        from torch._subclasses.fake_tensor import is_fake
+
+        if not is_fake(x):
+            return decomposition(x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
+        states = hx if isinstance(hx, (list, tuple)) else [hx]
+        width = states[0].shape[2] * (2 if bidirectional else 1)
+        return (x.new_empty((*x.shape[:2], width)), *(state.new_empty(state.shape) for state in states))
+
+    return layers

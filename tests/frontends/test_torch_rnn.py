@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import onnx_ir as ir
@@ -41,3 +42,28 @@ def test_layers_are_nodes_and_compute_what_the_module_does(activation: str, both
         wanted = module(*inputs)
     for made, true in zip(found, wanted, strict=True):
         np.testing.assert_allclose(made, true.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_long_sequence_takes_no_longer_to_export(kind: str) -> None:
+    module = getattr(torch.nn, kind)(5, 8, 2, bidirectional=True)
+    spent = []
+    for steps in (3, 3, 1000):
+        start = time.perf_counter()
+        model = export(module, (torch.randn(steps, 4, 5),), dynamic_batch=False, exporter="dynamo")
+        spent.append(time.perf_counter() - start)
+        assert sum(node.op_type == kind for node in model.graph) == 2
+    assert spent[2] < 2 * spent[1] + 2  # a minute and more where every step is run
+
+
+def test_pytorch_decomposes_layers_as_before_an_export() -> None:
+    module, x = torch.nn.LSTM(5, 8), torch.randn(3, 4, 5)
+
+    def operators() -> int:
+        captured = torch.export.export(module, (x,), strict=False)
+        return len(captured.run_decompositions().graph.nodes)
+
+    before = operators()
+    export(module, (x,), dynamic_batch=False, exporter="dynamo")
+    assert operators() == before > 20
