@@ -12,14 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Binding, kernel
+from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels import depthwise, tiled_convolution, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
 from graphc.backends.onnxruntime.kernels.panels import GAP, copy_to_panels, multiply_panels, panels_bytes
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
 from graphc.backends.onnxruntime.vectors.functions import PANEL
+from graphc.backends.onnxruntime.vectors.tiles import SIDE
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops.convolution import Window
@@ -118,6 +120,10 @@ def conv_grad_weight(k: Binding) -> Run:
             return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, found)
         return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
 
+    if _is_sum_on_tiles(k.pool, x, dw, dy, int(k.attributes.get("group", 1)), window):
+        slopes, images = dy.reshape(*dy.shape[:2], -1), x.reshape(*x.shape[:2], -1)
+        sums = dw.reshape(dw.shape[:2])
+        return product_on_tiles(k.pool, slopes, images.transpose(0, 2, 1), sums, None, otherwise, summed=True)
     tiled = _tiled_window(k, "weight", x, dw, dy)
     return otherwise() if tiled is None else tiled_convolution.weight_gradient(k.pool, x, dw, dy, tiled, otherwise)
 
@@ -128,8 +134,9 @@ def _depthwise_window(k: Binding, kind: str, x: Array, w: Array) -> Window | Non
     return window if depthwise.is_fastest(kind, x, w, int(k.attributes.get("group", 1)), window) else None
 
 
-MULTIPLICATION_TIME, GRADIENT_SHARE = 2 / 150, 1.3
-"""Nanoseconds of a multiplication on one core with AMX in other kernels, and how much more it takes in weight gradients."""
+MULTIPLICATION_TIME, GRADIENT_SHARE, WEIGHT_TIME = 2 / 150, 1.3, 3.0
+"""Nanoseconds of a multiplication on one core with AMX in other kernels, how much more it takes in weight gradients, and what
+oneDNN adds to these for a weight: 2.4 to 7, measured over layers with maps of 2 × 2 to 7 × 7."""
 
 
 def _tiled_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:
@@ -138,12 +145,30 @@ def _tiled_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window
         return None
     window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
     others = float(y.size) * math.prod(w.shape[1:])
-    if winograd.is_faster(kind, window, x.shape, y.shape):
+    transformed = winograd.is_faster(kind, window, x.shape, y.shape)
+    if transformed:
         if kind != "weight":
             return None  # as fast on cores that run nothing else, and faster on others
         others = winograd.multiplications(kind, x.shape, y.shape)
     others *= MULTIPLICATION_TIME * (GRADIENT_SHARE if kind == "weight" else 1)
+    if kind == "weight" and not transformed:
+        others += WEIGHT_TIME * w.size
     return window if tiled_convolution.is_faster(kind, x.shape, w.shape, y.shape, window, k.pool, others) else None
+
+
+def _is_sum_on_tiles(pool: Pool, x: Array, dw: Array, dy: Array, group: int, window: Window) -> bool:
+    """Whether dw of a window of one tap, Σ dy·xᵀ over the samples, takes less time on matrix tiles.
+
+    Forward and data gradients of such windows stay with oneDNN: it is nearly as fast on cores that run nothing else, and faster
+    on others.
+    """
+    alone = all(n == 1 for n in (*window.kernel, *window.strides, group)) and window.pads is not None and not any(window.pads)
+    if not alone or library() is None:
+        return False
+    pixels = math.prod(dy.shape[2:])
+    depth = len(dy) * -(-pixels // SIDE) * SIDE
+    others = (GRADIENT_SHARE * MULTIPLICATION_TIME * len(dy) * pixels + WEIGHT_TIME) * dw.size
+    return is_better_on_tiles(pool, (1, *dw.shape[:2]), depth, others)
 
 
 def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:

@@ -59,8 +59,12 @@ multiply_packed = tile_product("packed")
 square, result, beginning = scratch_function(SIDE * SIDE), scratch_function(SIDE * SIDE), scratch_function(SIDE)
 
 
-def is_better_on_tiles(pool: Pool, result: tuple[int, ...], depth: int) -> bool:
-    """Whether this processor multiplies faster on tiles: products of count × rows × columns, with sums of ``depth`` terms."""
+def is_better_on_tiles(pool: Pool, result: tuple[int, ...], depth: int, others: float | None = None) -> bool:
+    """Whether this processor multiplies faster on tiles: products of count × rows × columns, with sums of ``depth`` terms.
+
+    Args:
+        others: nanoseconds that other kernels take in one thread, if not those of a product.
+    """
     count, rows, columns = result
     if not has_matrix_tiles() or pool.bf16_products:
         return False
@@ -68,14 +72,17 @@ def is_better_on_tiles(pool: Pool, result: tuple[int, ...], depth: int) -> bool:
     stays, passes = sorted((tall, wide))
     pieces = -(-depth // DEPTH)
     blocks = tall * wide * (steps * STEP_TIME + pieces * BLOCK_TIME)
-    splits = (stays * pool.threads + passes * -(-stays * SIDE // BLOCK)) * steps * SIDE * SIDE * SPLIT_TIME
+    held = stays * (1 + (pool.threads - 1) / count)
+    splits = (held + passes * -(-stays * SIDE // BLOCK)) * steps * SIDE * SIDE * SPLIT_TIME
     regions = pieces * REGION_TIME
-    plain = rows * columns * depth * PLAIN_TIME / pool.threads * count
-    return count * (blocks + splits) / pool.threads + regions < LARGEST_SHARE * plain
+    plain = rows * columns * depth * PLAIN_TIME * count if others is None else others
+    return count * (blocks + splits) / pool.threads + regions < LARGEST_SHARE * plain / pool.threads
 
 
-def product_on_tiles(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None, otherwise: Callable[[], Run]) -> Run:
-    """c = a·b + bias for float32 matrices, or for as many of each behind a first axis.
+def product_on_tiles(
+    pool: Pool, a: Array, b: Array, c: Array, bias: Array | None, otherwise: Callable[[], Run], *, summed: bool = False
+) -> Run:
+    """c = a·b + bias for float32 matrices, or for as many of each behind a first axis; or c = Σ a·b over that axis.
 
     Of each piece of the sums, a thread splits one operand, in blocks. Then it takes rows of the other, or columns, splits and
     multiplies them, and takes the next. All threads split the same block: reading what another core has written takes longer.
@@ -85,6 +92,7 @@ def product_on_tiles(pool: Pool, a: Array, b: Array, c: Array, bias: Array | Non
         c: with contiguous rows.
         bias: for single matrices.
         otherwise: makes what computes the product where a number is not finite or too large.
+        summed: c is one matrix, the sum of the products.
     """
     a, b, c = (x if x.ndim == 3 else x[None] for x in (a, b, c))
     count, rows, columns = c.shape
@@ -94,18 +102,28 @@ def product_on_tiles(pool: Pool, a: Array, b: Array, c: Array, bias: Array | Non
     if rows_stay:  # rows of c are written along
         chunk = min(CHUNK, max(SIDE, count * columns // (8 * pool.threads) // SIDE * SIDE))
     piece = -(-depth // -(-depth // DEPTH) // SIDE) * SIDE  # of the sums
-    blocks, strip = -(-stays // BLOCK), piece // SIDE * STEP_BYTES
+    each = max(1, DEPTH // piece) if summed else 1  # pieces of products that are summed at a time
+    pieces = np.array(
+        [
+            (n * a.strides[0] + k * a.strides[2], n * b.strides[0] + k * b.strides[1], number, min(piece, depth - k), n + k > 0)
+            for n in range(0, len(a) if summed else 1, each)
+            for k in range(0, depth, piece)
+            for number in [min(each, len(a) - n) if summed else 1]
+        ],
+        dtype=np.int64,
+    )
+    strip = each * piece // SIDE * STEP_BYTES
     held = -(-min(stays, BLOCK) // SIDE) * strip
     room = held + chunk // SIDE * strip + 2 * STEP_BYTES
     scratch = scratchpad_of(pool)
     scratch.reserve(pool.threads * room)
     places = [x for m in (a, b, c) for x in (m.ctypes.data, *m.strides)]
-    sizes = [count, rows, columns, depth, held, room, chunk, int(rows_stay), piece]
-    table = np.array([*places, *sizes, 0], dtype=np.int64)
+    table = np.array([*places, count, rows, columns, held, room, chunk, int(rows_stay), 0], dtype=np.int64)
     row = np.empty((0,), dtype=np.float32) if bias is None else bias.reshape(-1)
-    taken = counters(pool, -(-depth // piece), blocks)
+    taken = counters(pool, len(pieces), -(-stays // BLOCK))
     runs = [
-        pool.bind(_multiply, (row, table, k, taken[k // piece], scratch.cell), pool.threads) for k in range(0, depth, piece)
+        pool.bind(_multiply, (row, table, which, counts, scratch.cell), pool.threads)
+        for which, counts in zip(pieces, taken, strict=True)
     ]
     again: list[Run] = []
 
@@ -123,43 +141,44 @@ def product_on_tiles(pool: Pool, a: Array, b: Array, c: Array, bias: Array | Non
 
 
 @jit
-def split_left(x, row, column, rows, depth, y, square):
+def split_left(x, row, column, rows, depth, y, strip, square):
     """The strips of SIDE rows of a left operand, of ``depth`` columns, ``row`` and ``column`` bytes apart.
 
-    ``square`` is the address of SIDE × SIDE floats of scratch. Returns what ``split_rows`` does.
+    ``strip`` is the bytes from a strip to the next, ``square`` the address of SIDE × SIDE floats of scratch. Returns what
+    ``split_rows`` does.
     """
     large = False
     for m in range(0, rows, SIDE):
         for k in range(0, depth, SIDE):
+            to = y + m // SIDE * strip + k // SIDE * STEP_BYTES
             at = x + m * row + k * column
             if rows - m < SIDE or depth - k < SIDE or (row != 4 and column != 4):
                 _copy_square(at, row, column, min(SIDE, rows - m), min(SIDE, depth - k), square)
-                large |= split_rows(square, 4 * SIDE, y, PACKED, PART, SIDE)
+                large |= split_rows(square, 4 * SIDE, to, PACKED, PART, SIDE)
             elif column == 4:
-                large |= split_rows(at, row, y, PACKED, PART, SIDE)
+                large |= split_rows(at, row, to, PACKED, PART, SIDE)
             else:
                 transpose_tile(at, column, square)
-                large |= split_rows(square, 4 * SIDE, y, PACKED, PART, SIDE)
-            y += STEP_BYTES
+                large |= split_rows(square, 4 * SIDE, to, PACKED, PART, SIDE)
     return large
 
 
 @jit
-def split_right(x, row, column, depth, columns, y, square):
+def split_right(x, row, column, depth, columns, y, strip, square):
     """The strips of SIDE columns of a right operand, of ``depth`` rows, ``row`` and ``column`` bytes apart."""
     large = False
     for n in range(0, columns, SIDE):
         for k in range(0, depth, SIDE):
+            to = y + n // SIDE * strip + k // SIDE * STEP_BYTES
             at = x + k * row + n * column
             if columns - n < SIDE or depth - k < SIDE or (row != 4 and column != 4):
                 _copy_square(at, row, column, min(SIDE, depth - k), min(SIDE, columns - n), square)
-                large |= split_pairs(square, 4 * SIDE, y, PACKED, PART, HALF, SIDE // 2)
+                large |= split_pairs(square, 4 * SIDE, to, PACKED, PART, HALF, SIDE // 2)
             elif column == 4:
-                large |= split_pairs(at, row, y, PACKED, PART, HALF, SIDE // 2)
+                large |= split_pairs(at, row, to, PACKED, PART, HALF, SIDE // 2)
             else:
                 transpose_tile(at, column, square)
-                large |= split_pairs(square, 4 * SIDE, y, PACKED, PART, HALF, SIDE // 2)
-            y += STEP_BYTES
+                large |= split_pairs(square, 4 * SIDE, to, PACKED, PART, HALF, SIDE // 2)
     return large
 
 
@@ -214,12 +233,12 @@ def take_near(taken, thread, units):
 
 
 @jit
-def _multiply(bias, table, k, taken, cell, start, stop):
-    """Multiply a piece of the sums, whose first term is ``k``."""
+def _multiply(bias, table, piece, taken, cell, start, stop):
+    """Multiply a piece: where it begins in a and b, how many products it sums, the terms of each, whether it adds to c."""
     first_a, a_batch, a_row, a_column, first_b, b_batch, b_row, b_column, first_c, c_batch, c_row = table[:11]
-    number, rows, columns, length, held, room, chunk, rows_stay, piece = table[12:21]
-    depth = min(piece, length - k)
-    steps = (depth + SIDE - 1) // SIDE
+    number, rows, columns, held, room, chunk, rows_stay = table[12:19]
+    shift_a, shift_b, summed, depth, adds = piece
+    steps = summed * ((depth + SIDE - 1) // SIDE)
     strip = steps * STEP_BYTES
     stays, passes = (rows, columns) if rows_stay else (columns, rows)
     chunks = (passes + chunk - 1) // chunk
@@ -240,23 +259,26 @@ def _multiply(bias, table, k, taken, cell, start, stop):
                 if unit < 0:
                     break
                 n, p = unit // chunks, unit % chunks * chunk
-                of_a, of_b = first_a + n * a_batch + k * a_column, first_b + n * b_batch + k * b_row
-                if n != kept:
-                    kept = n
-                    if rows_stay:
-                        large |= split_left(of_a + first * a_row, a_row, a_column, size, depth, block, extra)
-                    else:
-                        large |= split_right(of_b + first * b_column, b_row, b_column, depth, size, block, extra)
+                of_a, of_b = first_a + n * a_batch + shift_a, first_b + n * b_batch + shift_b
                 count = min(chunk, passes - p)
-                if rows_stay:
-                    large |= split_right(of_b + p * b_column, b_row, b_column, depth, count, strips, extra)
-                else:
-                    large |= split_left(of_a + p * a_row, a_row, a_column, count, depth, strips, extra)
+                for s in range(summed):
+                    at_a, at_b, to = of_a + s * a_batch, of_b + s * b_batch, s * (strip // summed)
+                    if rows_stay:
+                        if kept < 0 or (n != kept and a_batch != 0):
+                            large |= split_left(at_a + first * a_row, a_row, a_column, size, depth, block + to, strip, extra)
+                        large |= split_right(at_b + p * b_column, b_row, b_column, depth, count, strips + to, strip, extra)
+                    else:
+                        if kept < 0 or (n != kept and b_batch != 0):
+                            large |= split_right(
+                                at_b + first * b_column, b_row, b_column, depth, size, block + to, strip, extra
+                            )
+                        large |= split_left(at_a + p * a_row, a_row, a_column, count, depth, strips + to, strip, extra)
+                kept = n
                 for s in range(0, size, SIDE):
                     for r in range(0, count, SIDE):
                         i, j = (first + s, p + r) if rows_stay else (p + r, first + s)
                         height, width = min(SIDE, rows - i), min(SIDE, columns - j)
-                        if k == 0 and bias.size > 0:
+                        if not adds and bias.size > 0:
                             for v in range(width):
                                 row[v] = bias[j + v]
                         one, other = block + s // SIDE * strip, strips + r // SIDE * strip
@@ -264,8 +286,8 @@ def _multiply(bias, table, k, taken, cell, start, stop):
                         at_c = first_c + n * c_batch + i * c_row + j * 4
                         if height < SIDE or width < SIDE:
                             multiply_packed(left, right, steps, begin, begin, 0, of_square, 4 * SIDE)
-                            _write_edge(of_square, at_c, c_row, height, width, k > 0)
-                        elif k > 0:
+                            _write_edge(of_square, at_c, c_row, height, width, adds)
+                        elif adds:
                             multiply_packed(left, right, steps, begin, at_c, c_row, at_c, c_row)
                         else:
                             multiply_packed(left, right, steps, begin, begin, 0, at_c, c_row)

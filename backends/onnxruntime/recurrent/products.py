@@ -130,7 +130,7 @@ def split(r, packed, turned, start, stop):
         count = max(0, min(SIDE, columns - first))
         place = packed[d, first].ctypes.data
         if count > 0:
-            split_right(r[d].ctypes.data + first * column, row, column, depth, count, place, extra)
+            split_right(r[d].ctypes.data + first * column, row, column, depth, count, place, 0, extra)
         else:
             array_of(floats_at(place), (SIDE * packed.shape[2],))[:] = 0.0
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from graphc.backends.host.processor import has_matrix_tiles
+from graphc.backends.onnxruntime.kernels import convolution
 from graphc.backends.onnxruntime.kernels.linear import product_without_tiles
 from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
 from graphc.backends.onnxruntime.pool import ThreadPool
+from tests.backends.onnxruntime.node_cases import native
 
 pytestmark = pytest.mark.skipif(not has_matrix_tiles(), reason="this processor has no AMX, or GRAPHC_PROCESSOR leaves it out")
 
@@ -66,6 +69,49 @@ def test_many_products(count: int) -> None:
     a, b = normal(count, 70, 90), normal(count, 50, 90).transpose(0, 2, 1)
     found = product(a, b)
     assert max(error(found[n], a[n], b[n], None) for n in range(count)) < 2e-7
+
+
+@pytest.mark.parametrize(("count", "depth"), [(1, 40), (5, 49), (3, 600), (40, 20)])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 200), (90, 33)])
+def test_a_sum_of_products(count: int, depth: int, rows: int, columns: int) -> None:
+    a, b = normal(count, rows, depth), normal(count, columns, depth).transpose(0, 2, 1)
+    found = [product_on_tiles_summed(a, b, threads) for threads in (1, 2, 3)]
+    long_a, long_b = a.transpose(1, 0, 2).reshape(rows, -1), b.reshape(-1, columns)
+    assert error(found[0], long_a, long_b, None) < 2e-7
+    assert all((other == found[0]).all() for other in found[1:])
+
+
+def product_on_tiles_summed(a: Array, b: Array, threads: int) -> Array:
+    c, pool = np.full((a.shape[1], b.shape[2]), np.nan, dtype=np.float32), ThreadPool(threads)
+    product_on_tiles(pool, a, b, c, None, lambda: pytest.fail("all numbers are finite"), summed=True)()
+    pool.close()
+    return c
+
+
+@pytest.mark.parametrize("spatial", [(7, 7), (28, 20), (300,)])
+def test_weight_gradients_of_windows_of_one_tap(spatial: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dy = normal(5, 250, *spatial), normal(5, 257, *spatial)
+    shape = np.array([257, 250, *[1] * len(spatial)], dtype=np.int64)
+    summed: list[bool] = []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        summed.append(options["summed"])
+        return product_on_tiles(*arguments, **options)
+
+    monkeypatch.setattr(convolution, "product_on_tiles", watched)
+    pool = ThreadPool(2)
+    wanted = np.einsum("nms,ncs->mc", dy.reshape(5, 257, -1).astype(np.float64), x.reshape(5, 250, -1).astype(np.float64))
+    window = {"kernel_shape": [1] * len(spatial)}
+    (found,) = native("graphc::ConvGradWeight", [x, dy, shape], window, pool, [np.empty(shape, dtype=np.float32)], (2,))
+    pool.close()
+    assert summed
+    assert np.abs(found.reshape(257, 250) - wanted).max() < 2e-6 * np.abs(wanted).max()
+
+
+def test_one_left_operand_for_many_products() -> None:
+    a, b = normal(70, 90), normal(9, 90, 200)
+    found = product(np.broadcast_to(a, (9, 70, 90)), b)
+    assert max(error(found[n], a, b[n], None) for n in range(9)) < 2e-7
 
 
 def test_numbers_of_very_different_sizes() -> None:
