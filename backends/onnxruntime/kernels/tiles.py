@@ -105,10 +105,10 @@ def product_on_tiles(
     each = max(1, DEPTH // piece) if summed else 1  # pieces of products that are summed at a time
     pieces = np.array(
         [
-            (n * a.strides[0] + k * a.strides[2], n * b.strides[0] + k * b.strides[1], number, min(piece, depth - k), n + k > 0)
+            (at_a, at_b, min(each, len(a) - n), min(piece, depth - k), n + k > 0)
             for n in range(0, len(a) if summed else 1, each)
             for k in range(0, depth, piece)
-            for number in [min(each, len(a) - n) if summed else 1]
+            for at_a, at_b in [(n * a.strides[0] + k * a.strides[2], n * b.strides[0] + k * b.strides[1])]
         ],
         dtype=np.int64,
     )
