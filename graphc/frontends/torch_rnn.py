@@ -3,12 +3,13 @@
     rnn_tanh(x, h, params)  →  RNN(x, W, R, B, initial_h=h, direction, activations=[Tanh])
 
 The exporter translates LSTM and GRU in this way by itself. It runs every step of all of them to learn the shape of the result,
-twice, which takes 20 to 40 ms a step of a layer: :func:`without_steps` tells the shape at once.
+twice, which takes 50 to 90 ms for a step of a layer and direction; :func:`without_steps` tells the shape at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,12 +76,16 @@ def _translation(activation: str) -> Callable[..., Any]:
     return rnn
 
 
+_REPLACING = threading.RLock()
+"""Held while PyTorch's tables are changed: a second thread would put back what the first one has put there."""
+
+
 @contextlib.contextmanager
 def without_steps() -> Iterator[None]:
     """While the exporter captures a module, results of recurrent layers are told by their shapes alone.
 
     Replaces PyTorch's decompositions of these operators (as of 2.13) for tensors without values; where it registers none,
-    nothing changes.
+    nothing changes. One thread exports at a time.
     """
     import torch
     from torch._C import DispatchKey
@@ -91,18 +96,19 @@ def without_steps() -> Iterator[None]:
     for operator in operators:
         kernels = getattr(operator, "py_kernels", {})
         places += [(kernels, key) for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)]
-    kept = [(table, key, table[key]) for table, key in places if key in table]
-    try:
-        for table, key, decomposition in kept:
-            table[key] = _shapes(decomposition)
-        for operator in operators:
-            getattr(operator, "_dispatch_cache", {}).clear()
-        yield
-    finally:
-        for table, key, decomposition in kept:
-            table[key] = decomposition
-        for operator in operators:
-            getattr(operator, "_dispatch_cache", {}).clear()
+    with _REPLACING:
+        kept = [(table, key, table[key]) for table, key in places if key in table]
+        try:
+            for table, key, decomposition in kept:
+                table[key] = _shapes(decomposition)
+            for operator in operators:
+                getattr(operator, "_dispatch_cache", {}).clear()
+            yield
+        finally:
+            for table, key, decomposition in kept:
+                table[key] = decomposition
+            for operator in operators:
+                getattr(operator, "_dispatch_cache", {}).clear()
 
 
 def _shapes(decomposition: Callable[..., Any]) -> Callable[..., Any]:

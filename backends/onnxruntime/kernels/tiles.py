@@ -15,6 +15,7 @@ Computations", ARITH 2019, https://arxiv.org/abs/1904.06376.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -103,12 +104,12 @@ def product_on_tiles(
         chunk = min(CHUNK, max(SIDE, count * columns // (8 * pool.threads) // SIDE * SIDE))
     piece = -(-depth // -(-depth // DEPTH) // SIDE) * SIDE  # of the sums
     each = max(1, DEPTH // piece) if summed else 1  # pieces of products that are summed at a time
+    starts = itertools.product(range(0, len(a) if summed else 1, each), range(0, depth, piece))
+    (batch_a, _, column_a), (batch_b, row_b, _) = a.strides, b.strides
     pieces = np.array(
         [
-            (at_a, at_b, min(each, len(a) - n), min(piece, depth - k), n + k > 0)
-            for n in range(0, len(a) if summed else 1, each)
-            for k in range(0, depth, piece)
-            for at_a, at_b in [(n * a.strides[0] + k * a.strides[2], n * b.strides[0] + k * b.strides[1])]
+            (n * batch_a + k * column_a, n * batch_b + k * row_b, min(each, len(a) - n), min(piece, depth - k), n + k > 0)
+            for n, k in starts
         ],
         dtype=np.int64,
     )
