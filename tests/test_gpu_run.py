@@ -52,7 +52,7 @@ def test_a_missing_package_a_crash_a_hang_and_a_lost_gpu_cost_one_test_each(tmp_
         (folder / f"{name}.py").write_text(text)
     (tmp_path / "cupy.py").write_text(CUPY)
     command = ["-m", "gpu", "-p", "no:cacheprovider", "-n", "2", "--dist", "load", "--max-worker-restart", "20"]
-    command += ["--timeout", "6", "--timeout-method", "thread", "--results", "out.json", "tests"]
+    command += ["--timeout", "4", "--timeout-method", "thread", "--results", "out.json", "tests"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     subprocess.run([sys.executable, "-m", "pytest", *command], cwd=tmp_path, env=environment, timeout=200, check=False)
     found = json.loads((tmp_path / "out.json").read_text())

@@ -59,13 +59,18 @@ def room_of(module: str) -> str:
     return next((p.as_posix() for p in (folder, *folder.parents) if p.as_posix() in MAY_IMPORT), folder.as_posix())
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[tuple[str, int]]:
     """The modules of this repository that a file imports, each with its line."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     typing_only = {
         inner
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
@@ -134,7 +139,7 @@ SAME_NAME: dict[str, str] = {}
 def test_a_public_class_name_is_defined_once() -> None:
     found: dict[str, list[str]] = defaultdict(list)
     for path in PATHS.values():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found[node.name].append(f"{path.relative_to(ROOT)}:{node.lineno}")
     twice = {name: places for name, places in found.items() if len(places) > 1 and name not in SAME_NAME}

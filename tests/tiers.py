@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,3 +15,8 @@ def params(cases: Iterable[Any], *, full: Collection[Any] = (), large: Collectio
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[mark for listed, mark in tiers if case in listed])
         for case in cases
     ]
+
+
+def thinned(cases: Sequence[Any], every: int) -> list[Any]:
+    """The cases whose siblings assert the same: one of ``every`` of them stays in `make test`, the others are large."""
+    return params(cases, large=[case for k, case in enumerate(cases) if k % every])

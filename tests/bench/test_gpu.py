@@ -92,7 +92,7 @@ def test_a_job_that_fails_leaves_the_others_their_results(results: list[Any], ca
 
 @pytest.mark.full
 def test_a_side_that_does_not_get_ready_does_not_keep_the_other_waiting(results: list[Any]) -> None:
-    assert gpu.main(["--dry", "--only", "resnet50", "--rounds", "2", "--patience", "6"]) == 1
+    assert gpu.main(["--dry", "--only", "resnet50", "--rounds", "2", "--patience", "3"]) == 1
     job = results[-1]["jobs"]["resnet50"]
     assert "has not answered" in job["failed"]["torch"]
     assert job["graphc_ms"] == 2.0

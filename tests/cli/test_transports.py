@@ -48,7 +48,7 @@ def test_workers_over_tcp_train_as_threads_do(
 @pytest.mark.parametrize(
     ("fault", "code", "text"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "is gone: killed by SIGKILL"),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 1, "is gone: killed by SIGKILL", marks=pytest.mark.large),
         ("sys.exit(5)", 5, "rank 1 failed: exit code 5; the other workers were stopped"),
     ],
 )

@@ -17,6 +17,7 @@ from graphc.errors import UsageError
 from graphc.mesh import Mesh
 from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.conformance.batched_graphs import BatchedGraph, cut
+from tests.tiers import params, thinned
 
 pytest.importorskip("onnxruntime")
 
@@ -87,7 +88,7 @@ def check(seed: int, strategy: str, backend: str = "onnxruntime:fuse_small=true"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", params(range(3), large=[1, 2]))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_strategy_on_random_graphs(strategy: str, seed: int) -> None:
     """The first four that suit it, other ones for each strategy."""
@@ -98,7 +99,7 @@ def test_a_strategy_on_random_graphs(strategy: str, seed: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("first", range(3000, 3040, 10))
+@pytest.mark.parametrize("first", thinned(range(3000, 3040, 10), 2))
 def test_kernels_for_a_gpu_compute_on_the_host_what_is_expected(first: int, register_backend: Callable[..., None]) -> None:
     register_backend("pretended", lambda **_: cupy_on(HostDevice()))
     for seed in range(first, first + 10):

@@ -11,6 +11,7 @@ import graphc
 from graphc.errors import GraphcError
 from graphc.training.inference import run_model
 from tests.conformance.random_graphs import RandomGraph
+from tests.tiers import params
 
 pytest.importorskip("onnxruntime")
 
@@ -46,7 +47,7 @@ def check(seed: int) -> None:
         np.testing.assert_allclose(change, wanted[name], rtol=0, atol=1e-3 * scale + 2e-5, err_msg=f"{name}\n{graph.text}")
 
 
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(k, marks=pytest.mark.full) for k in range(12, 60))])
+@pytest.mark.parametrize("seed", params(range(60), full=range(12, 30), large=range(30, 60)))
 def test_a_random_graph(seed: int) -> None:
     check(seed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -15,6 +17,7 @@ from graphc.ir.parameters import select_trainable
 from graphc.passes.rebatch.rebatch import rebatch
 from graphc.pipeline import Context
 from tests.frontends.zoo import legal, run
+from tests.tiers import params
 
 pytestmark = pytest.mark.full
 
@@ -73,8 +76,7 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(("name", "exporter"), params(product(MODULES, EXPORTERS), large=[("residual", EXPORTERS[1])]))
 def test_export_trains_what_the_module_trains_and_computes_the_same(name: str, exporter: str) -> None:
     torch.manual_seed(0)
     make, sample = MODULES[name]

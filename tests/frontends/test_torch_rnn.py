@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from graphc.frontends.torch import export
+from tests.tiers import params
 
 
 class Network(torch.nn.Module):
@@ -28,7 +29,11 @@ class Network(torch.nn.Module):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("activation", "both", "bias"), list(itertools.product(("tanh", "relu"), (False, True), (False, True)))
+    ("activation", "both", "bias"),
+    params(
+        itertools.product(("tanh", "relu"), (False, True), (False, True)),
+        large=[("tanh", False, True), ("tanh", True, False), ("relu", False, False), ("relu", True, True)],
+    ),
 )
 def test_layers_are_nodes_and_compute_what_the_module_does(activation: str, both: bool, bias: bool) -> None:
     torch.manual_seed(0)

@@ -175,11 +175,15 @@ def exported_program(name: str, exported: Callable[[str], str], optimizer: Any) 
 OPTIMIZERS = {"momentum": MOMENTUM, "adam": ADAM}
 CASES = [(m, o) for m in ("mlp", "lenet", "transformer-small", "resnet18-small") for o in OPTIMIZERS]
 QUICK = {("mlp", "adam"), ("lenet", "momentum")}
+OTHERS = {("resnet18-small", "adam"), ("transformer-small", "momentum")}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "optimizer"), params(CASES, full=[c for c in CASES if c not in QUICK], large=[("resnet18-small", "adam")])
+    ("name", "optimizer"),
+    params(
+        CASES, full=[c for c in CASES if c not in QUICK], large=[("resnet18-small", "adam"), ("transformer-small", "momentum")]
+    ),
 )
 def test_exported_models_step_alike_in_plain_onnxruntime(name: str, optimizer: str, exported: Callable[[str], str]) -> None:
     program, feeds = exported_program(name, exported, OPTIMIZERS[optimizer])
@@ -272,7 +276,7 @@ class Interpreter:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["lenet", *(pytest.param(n, marks=pytest.mark.full) for n in ("resnet18-small", "transformer-small"))]
+    "name", params(["lenet", "resnet18-small", "transformer-small"], full=["transformer-small"], large=["resnet18-small"])
 )
 def test_training_information_trains(name: str, exported: Callable[[str], str], tmp_path: Path) -> None:
     program, feeds = exported_program(name, exported, MOMENTUM)

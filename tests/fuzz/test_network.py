@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.child import attempt
 from tests.fuzz.network import KINDS, kind_of, meet
 
-COUNT = 300
+COUNT = 150
 AT_ONCE = 15
 
 pytestmark = pytest.mark.full
@@ -28,7 +28,7 @@ def test_rogue_peers(kind: str) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("kind", ["strangers", "relay"])
+@pytest.mark.parametrize("kind", [pytest.param("strangers", marks=pytest.mark.large), "relay"])
 def test_the_campaign_sees_a_store_that_checks_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def believe(one: Any, other: Any) -> bool:
         return True

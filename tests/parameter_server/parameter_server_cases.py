@@ -7,6 +7,7 @@ from typing import Any
 import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
+from tests.training.compile_once import compile_once
 
 OPTIMIZERS = {"sgd": "sgd:lr=0.05,momentum=0.9", "adam": "adam:lr=1e-3"}
 
@@ -14,7 +15,7 @@ OPTIMIZERS = {"sgd": "sgd:lr=0.05,momentum=0.9", "adam": "adam:lr=1e-3"}
 def compiled(path: str, strategy: str, optimizer: str = "adam", **options: Any) -> graphc.Program:
     loss = graphc.losses.SoftmaxCrossEntropy()
     chosen = graphc.optim.parse(OPTIMIZERS.get(optimizer, optimizer))
-    return graphc.compile(path, loss=loss, optimizer=chosen, strategy=strategy, bucket_mb=0.05, **options)
+    return compile_once(path, loss=loss, optimizer=chosen, strategy=strategy, bucket_mb=0.05, **options)
 
 
 def train(comm: Any, path: str, name: str, strategy: str, optimizer: str, steps: int = 6) -> tuple[list[float], str]:

@@ -433,7 +433,7 @@ def test_bad_worlds(counting: str) -> None:
 
 def late(comm: Any, path: str, strategy: str, ended: threading.Event) -> None:
     """Rank 2 stops after its first step until the others have given up."""
-    with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1, deadline=4.0) as trainer:
+    with graphc.Trainer(count_program(path, strategy), comm=comm, threads=1, deadline=2.0) as trainer:
         if comm.rank == 2:
             trainer.step(ONE)
             ended.wait(60)
@@ -446,7 +446,7 @@ def late(comm: Any, path: str, strategy: str, ended: threading.Event) -> None:
 @pytest.mark.parametrize("strategy", ["parameter_server:staleness=0", "parameter_server:staleness=2"])
 def test_a_worker_that_does_not_come_is_named(strategy: str, counting: str) -> None:
     ended = threading.Event()
-    with pytest.raises(graphc.errors.WorldError, match=r"nothing has come from worker 1 \(rank 2\) within 4 s"):
+    with pytest.raises(graphc.errors.WorldError, match=r"nothing has come from worker 1 \(rank 2\) within 2 s"):
         run_threads(3, lambda comm: late(comm, counting, strategy, ended))
 
 

@@ -85,7 +85,7 @@ CASES = [
         r"rank 1 \(pid \d+\) is gone: killed by SIGSEGV",
         1,
         id="crash",
-        marks=FULL,
+        marks=LARGE,
     ),
     pytest.param(
         "if comm.rank == 1: os._exit(7)\nsteps()",
@@ -102,7 +102,7 @@ CASES = [
         "rank 1 failed: feed x is missing",
         1,
         id="feed",
-        marks=FULL,
+        marks=LARGE,
     ),
     pytest.param(
         "if comm.rank == 1: raise UnsupportedOpError('no rule for Foo')\nsteps()",
@@ -171,9 +171,14 @@ def test_the_others_go_on_without_a_spare_worker() -> None:
 @pytest.mark.parametrize(
     ("program", "message", "code"),
     [
-        ("if comm.rank == 0: shoot(9)\nsteps()", r"rank 0 \(pid \d+\) is gone", 1),
+        pytest.param("if comm.rank == 0: shoot(9)\nsteps()", r"rank 0 \(pid \d+\) is gone", 1, marks=pytest.mark.large),
         ("if comm.rank == 1: raise FeedError('feed x is missing')\nsteps()", "rank 1 failed: feed x is missing", 1),
-        ("if comm.rank == 1:\n with_error = FeedError('bad')\n comm.abort('bad')\nsteps()", "rank 1 failed: bad", 1),
+        pytest.param(
+            "if comm.rank == 1:\n with_error = FeedError('bad')\n comm.abort('bad')\nsteps()",
+            "rank 1 failed: bad",
+            1,
+            marks=pytest.mark.large,
+        ),
     ],
 )
 def test_a_worker_nobody_can_spare_ends_the_run(program: str, message: str, code: int) -> None:
@@ -211,7 +216,8 @@ def test_killed_from_outside_among_four() -> None:
     [
         signal.SIGINT,
         signal.SIGHUP,
-        *(pytest.param(number, marks=FULL) for number in (signal.SIGQUIT, signal.SIGTERM, signal.SIGKILL)),
+        *(pytest.param(number, marks=FULL) for number in (signal.SIGTERM, signal.SIGKILL)),
+        pytest.param(signal.SIGQUIT, marks=LARGE),
     ],
 )
 def test_ending_the_launcher_ends_all_workers(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +247,11 @@ def test_ending_the_launcher_ends_all_workers(number: int, tmp_path: Path, monke
     [
         ("if comm.rank == 1: shoot(9)\nsteps()", "rank 1"),
         ("if comm.rank == 0: raise ValueError('bad sample 7')\nsteps()", "graphc: rank 0 failed: ValueError: bad sample 7"),
-        ("if comm.rank == 1: sys.exit(3)\nsteps()", "graphc: rank 1 ended its program while rank 0 waits for it"),
+        pytest.param(
+            "if comm.rank == 1: sys.exit(3)\nsteps()",
+            "graphc: rank 1 ended its program while rank 0 waits for it",
+            marks=pytest.mark.large,  # takes 5 s, as "left-early" does, which says the same
+        ),
     ],
 )
 def test_without_our_launcher(program: str, message: str, tmp_path: Path) -> None:
@@ -309,7 +319,7 @@ LATE = [
         r"allreduce\(sum\) 'w' before the first step \(32 bytes\)"
         r"|rank \d failed: allreduce w failed on rank \d: .*MPI_ERR_TRUNCATE",
         id="other-length",
-        marks=FULL,
+        marks=LARGE,
     ),
     pytest.param(
         "if comm.rank == 1: os.kill(os.getpid(), 19)",
@@ -336,6 +346,7 @@ def test_a_late_worker_is_named_and_the_logs_tell_where(program: str, message: s
     assert {flight.reason for flight in flights} <= {done.err[len("graphc: ") :].partition("; the other workers")[0]}
 
 
+@pytest.mark.large  # tests/runtime/test_start.py stops rank 1 as early in `make test`
 def test_stopped_before_the_workers_met() -> None:
     """Nobody watches yet; the launcher's own patience, or that of the others as they join, ends the run."""
     program = "import os\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': os.kill(os.getpid(), 19)\n"

@@ -25,10 +25,10 @@ def test_every_collective(ranks: int) -> None:
         assert all(other[case][1] == digest for other in results[1:]), f"{case}: ranks differ in bits"
 
 
-def test_a_tree_has_the_same_bits_on_any_number_of_workers() -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.large), 4])
+def test_a_tree_has_the_same_bits_on_any_number_of_workers(ranks: int) -> None:
     alone = tree_of_blocks(NullCommunicator())
-    assert map_ranks(2, tree_of_blocks) == [alone] * 2
-    assert map_ranks(4, tree_of_blocks) == [alone] * 4
+    assert map_ranks(ranks, tree_of_blocks) == [alone] * ranks
 
 
 def test_queue_gather_broadcast_agree() -> None:

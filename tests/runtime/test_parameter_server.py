@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,41 +13,26 @@ import pytest
 from graphc.distributed.threads import run_threads
 from tests.parameter_server.parameter_server_cases import COUNTING, OPTIMIZERS, train
 from tests.runtime.mpi_run import Done, map_ranks, run_mpi
+from tests.tiers import params
 
 pytestmark = [pytest.mark.full, pytest.mark.mpi]
 
 
-class Kept:
-    """A communicator that outlives the trainers it is given to."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def close(self) -> None:
-        pass
-
-
-def train_twice(comm: Any, path: str, strategy: str) -> list[Any]:
-    return [train(Kept(comm), path, "mlp", strategy, optimizer) for optimizer in OPTIMIZERS]
-
-
-def test_synchronous_is_mirrored_to_the_bit(exported: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("optimizer", params(OPTIMIZERS, large=["sgd"]))
+def test_synchronous_is_mirrored_to_the_bit(optimizer: str, exported: Callable[[str], str]) -> None:
     """The mirrored workers are threads: two ranks have one sum, whoever adds it."""
     path = exported("mlp")
-    mirrored = run_threads(2, lambda comm: train_twice(comm, path, "mirrored"))
-    served = map_ranks(4, train_twice, path, "parameter_server:servers=2,staleness=0")
-    for k in range(len(OPTIMIZERS)):
-        assert {found[k][1] for found in served} == {mirrored[0][k][1]}
-        assert [found[k][0] for found in served[2:]] == [mirrored[0][k][0]] * 2
+    mirrored = run_threads(2, lambda comm: train(comm, path, "mlp", "mirrored", optimizer))
+    served = map_ranks(4, train, path, "mlp", "parameter_server:servers=2,staleness=0", optimizer)
+    assert {digest for _, digest in served} == {mirrored[0][1]}
+    assert [losses for losses, _ in served[2:]] == [mirrored[0][0]] * 2
 
 
 START = """
 import os, random, sys, threading
 import numpy as np
 import graphc
+from tests.tiers import params
 path, strategy = sys.argv[1:3]
 program = graphc.compile(path, loss=graphc.losses.Output("loss"), optimizer=graphc.optim.SGD(lr=1.0), strategy=strategy)
 one = np.ones((1, 1), np.float32)

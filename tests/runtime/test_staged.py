@@ -33,6 +33,7 @@ def test_every_collective_has_the_bits_of_the_transport() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.large  # over threads above; MPI moves only arrays of the host here, as in test_mpi.py
 def test_every_collective_over_mpi() -> None:
     for host, device in map_ranks(2, both):
         assert device == host

@@ -63,7 +63,13 @@ def process(place: Path, who: int | str) -> int | None:
         ("mpi", "starter", signal.SIGKILL, r"mpiexec \(pid {pid}\) is gone: killed by SIGKILL"),
         ("mpi", 1, signal.SIGKILL, r"rank 1 \(pid {pid}\) is gone: killed by SIGKILL"),
         pytest.param("tcp", 1, signal.SIGSEGV, r"rank 1 \(pid {pid}\) is gone: killed by SIGSEGV", marks=FULL),
-        ("tcp", "starter", signal.SIGSTOP, r"the process that started the workers \(pid {pid}\) has been stopped \(SIGSTOP\)"),
+        pytest.param(  # the next test stops it a moment later
+            "tcp",
+            "starter",
+            signal.SIGSTOP,
+            r"the process that started the workers \(pid {pid}\) has been stopped \(SIGSTOP\)",
+            marks=pytest.mark.large,
+        ),
     ],
 )
 def test_a_fault_as_soon_as_the_process_is_there(
@@ -95,7 +101,7 @@ def test_a_starter_stopped_when_it_has_started_some_of_the_workers_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("transport", ["mpi", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("mpi", marks=pytest.mark.large), "tcp"])
 def test_a_worker_that_never_comes_is_named_within_the_deadline_of_the_first_call(transport: str) -> None:
     """The deadline of the call counts, not the launcher's of 300 s."""
     done = finish(start_mpi(2, NEVER, transport=transport), HANG)

@@ -113,7 +113,7 @@ def test_on_the_loopback_a_user_has_a_key_of_his_own(tmp_path: Path, monkeypatch
 
 
 def test_ranks_with_different_secrets_do_not_meet() -> None:
-    common = {"GRAPHC_DEADLINE": "4", "MASTER_PORT": str(free_port())}
+    common = {"GRAPHC_DEADLINE": "3", "MASTER_PORT": str(free_port())}
     processes = start_tcp(2, OPEN, env={**common, "GRAPHC_JOB_SECRET": "a" * 32}, ranks=[0])
     processes += start_tcp(2, OPEN, env={**common, "GRAPHC_JOB_SECRET": "b" * 32}, ranks=[1])
     first, second = finish(processes)

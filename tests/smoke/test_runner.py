@@ -50,7 +50,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open({str(file)!r}, "w").write(str(child.pid))
 time.sleep(600)
 """
-    (result,) = run([stage("parent", code, 3.0)])
+    (result,) = run([stage("parent", code, 1.5)])
     assert result["state"] == "hung"
     child = Path("/proc") / file.read_text()
     deadline = time.monotonic() + 30

@@ -9,13 +9,17 @@ import numpy as np
 import graphc
 from graphc.bench.specs import SPECS
 from graphc.data import share
-from tests.training import torch_models
+from tests.training.compile_once import compile_once
+from tests.training.random_samples import batch
+
+SHAPES = {"cnn": (3, 8, 8), "mlp": (20,)}
+"""Model → shape of a sample."""
 
 
 def feeds(name: str, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     if name == "resnet":
         return SPECS["resnet18-small"].batch(count, seed)
-    return torch_models.batch(torch_models.SHAPES[torch_models.Cnn if name == "cnn" else torch_models.Mlp], count, seed)
+    return batch(SHAPES[name], count, seed)
 
 
 def train(
@@ -24,7 +28,7 @@ def train(
     """Losses and final state of one rank; ``edges`` are the borders of uneven shares."""
     transport = options.pop("transport", None)
     options = {"sync_batchnorm": True, **options}
-    program = graphc.compile(
+    program = compile_once(
         path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=lr, momentum=0.9), **options
     )
     losses = []

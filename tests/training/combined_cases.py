@@ -10,6 +10,7 @@ import graphc
 from graphc import Mesh
 from graphc.distributed.communicator import Communicator
 from tests.training import pipe_cases, tensor_cases
+from tests.training.compile_once import shared
 
 STEPS = 3
 """Steps of a run."""
@@ -36,6 +37,7 @@ def batches(name: str, count: int = STEPS, size: int = 8) -> list[dict[str, Any]
     return pipe_cases.batches(MODELS[name](), [size] * count)
 
 
+@shared
 def compiled(name: str, mesh: Mesh, accumulate: int, **options: Any) -> graphc.Program:
     """The program of a model."""
     loss = graphc.losses.SoftmaxCrossEntropy(axis=1) if name == "gpt" else pipe_cases.LOSS

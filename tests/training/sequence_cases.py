@@ -12,6 +12,7 @@ import onnx_ir as ir
 import graphc
 from graphc.distributed.communicator import Communicator
 from tests.training import tensor_cases
+from tests.training.compile_once import shared
 from tests.training.tensor_cases import EACH, HEADS, VOCABULARY, WIDTH
 
 TOKENS, BLOCKS = 8, 1
@@ -152,6 +153,7 @@ SIZES = (6, 3, 6)
 """Samples of the steps; of the second, replicas have unequally many."""
 
 
+@shared
 def compiled(name: str, mesh: graphc.Mesh, shard: str | None = "auto:sequence", **options: Any) -> graphc.Program:
     """The program of a model; ``shard`` is left out without a tensor axis."""
     optimizer = graphc.optim.parse(options.pop("optimizer", "sgd:lr=0.05,momentum=0.9"))

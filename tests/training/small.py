@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
 
 import graphc
 from graphc.data import share
@@ -77,10 +76,14 @@ class Torch:
     """The same classifier in PyTorch."""
 
     def __init__(self, optimizer: Any) -> None:
+        import torch  # not needed by the processes that only use the model
+
         self.parameters = {name: torch.tensor(array, requires_grad=True) for name, array in weights().items()}
         self.optimizer = optimizer(list(self.parameters.values()))
 
     def backward(self, x: Array, y: Array) -> float:
+        import torch
+
         self.optimizer.zero_grad()
         p = self.parameters
         logits = torch.relu(torch.tensor(x) @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"]

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 import graphc
 from graphc.distributed.communicator import Communicator
+from tests.training.compile_once import shared
 
 Array = np.ndarray[Any, Any]
 
@@ -93,6 +94,7 @@ def gpt(blocks: int = 2, sequence: int = SEQUENCE) -> ir.Model:
     return ir.serde.deserialize_model(model)
 
 
+@shared
 def compiled(mesh: graphc.Mesh, **options: Any) -> graphc.Program:
     optimizer = graphc.optim.parse(options.pop("optimizer", "sgd:lr=0.05,momentum=0.9"))
     loss = options.pop("loss", graphc.losses.SoftmaxCrossEntropy())

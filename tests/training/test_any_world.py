@@ -16,6 +16,7 @@ from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
+from tests.training.compile_once import compile_once
 
 pytestmark = pytest.mark.full
 
@@ -38,7 +39,7 @@ def batch(name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(comm: Any, path: str, name: str, deterministic: str | None = "any-world", steps: int = 20) -> tuple[str, float]:
-    program = graphc.compile(
+    program = compile_once(
         path,
         loss=graphc.losses.SoftmaxCrossEntropy(),
         optimizer=graphc.optim.Adam(lr=0.01),

@@ -24,6 +24,7 @@ from graphc.runtime.checkpoint import state_sha256
 from graphc.runtime.state import State
 from tests.runtime.mpi_run import map_ranks
 from tests.training import torch_models
+from tests.training.compile_once import compile_once
 from tests.training.torch_models import Array
 
 pytestmark = pytest.mark.full
@@ -53,7 +54,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def train(comm: Any, path: str, batches: Sequence[dict[str, Array]], edges: Sequence[int] | None = None, **options: Any) -> Any:
     """Losses and state of one rank over ``batches``, which are global; ``edges`` are the borders of the shares."""
     loss = options.pop("loss", graphc.losses.SoftmaxCrossEntropy())
-    program = graphc.compile(path, loss=loss, optimizer=graphc.optim.SGD(lr=0.2, momentum=0.9), bucket_mb=0.002, **options)
+    program = compile_once(path, loss=loss, optimizer=graphc.optim.SGD(lr=0.2, momentum=0.9), bucket_mb=0.002, **options)
     losses = []
     with graphc.Trainer(program, comm=comm, threads=1) as trainer:
         for batch in batches:

@@ -43,7 +43,7 @@ def in_torch(optimizer: str, sizes: tuple[int, ...], norm: float | None, value: 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("norm", "value"), [(0.3, None), (None, 0.02), (0.5, 0.05)])
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.large), pytest.param(2, marks=pytest.mark.large), 4])
 def test_clipping_is_that_of_pytorch_on_the_global_batch(
     optimizer: str, norm: float | None, value: float | None, workers: int
 ) -> None:

@@ -206,9 +206,13 @@ def test_a_smaller_last_batch_on_a_tensor_axis() -> None:
         assert pipe_cases.distance(found, wanted) < 1e-5
 
 
+BEYOND = ["data=2,pipe=2,tensor=2", "data=2,tensor=2"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "mesh", params(["data=2,pipe=2,tensor=2", "data=2,pipe=2", "data=2,tensor=2"], large=["data=2,pipe=2", "data=2,tensor=2"])
+    "mesh",
+    params(["data=2,pipe=2", *BEYOND], large=BEYOND),
 )
 def test_low_copies_of_divided_masters(mesh: str) -> None:
     """bfloat16 copies beside sharded float32 parameters: of an embedding tied over stages, and of shards."""

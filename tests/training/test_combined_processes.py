@@ -64,6 +64,7 @@ def test_eight_processes_compute_what_one_worker_does(name: str, mesh: str) -> N
     compare(8, eight(name, mesh), 8, 16)
 
 
+@pytest.mark.large  # threads do the same in test_combined_meshes.py, and four processes above
 def test_eight_processes_with_stages_shards_and_replicas() -> None:
     compare(8, eight("mlp", "data=2,pipe=2,tensor=2")[1:2], 8, 16)
 
@@ -103,6 +104,7 @@ with graphc.Trainer(program, threads=1, wrap=wrap) as trainer:
 """
 
 
+@pytest.mark.large  # so does test_pipe_processes.py, without a tensor axis
 def test_a_worker_that_dies_is_named_with_stage_and_micro_batch() -> None:
     """Its partner on the tensor axis waits in a collective of the stage, the stage before for its gradient."""
     done = run_mpi(4, DIES)

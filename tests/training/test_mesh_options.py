@@ -76,8 +76,8 @@ def test_the_norm_counts_every_element_once(mesh: Mesh) -> None:
     ("mesh", "strategy"),
     [
         (Mesh(data=2, tensor=2), "zero:stage=1"),
-        (Mesh(data=2, tensor=2), "zero:stage=3"),
-        (Mesh(data=2, pipe=2), "zero:stage=2"),
+        pytest.param(Mesh(data=2, tensor=2), "zero:stage=3", marks=pytest.mark.large),
+        pytest.param(Mesh(data=2, pipe=2), "zero:stage=2", marks=pytest.mark.large),
         (Mesh(data=2, pipe=2), "zero:stage=3"),
         (Mesh(data=4, pipe=2), "zero:stage=1,shard_size=4"),  # two nodes of two replicas with two stages
         (Mesh(node=2, data=2, pipe=2), "mirrored"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from graphc.distributed.threads import run_threads
 from graphc.errors import NonFiniteError, UsageError
 from graphc.report.memory import feed_shapes
 from graphc.report.pipe_memory import memory_of_stages
+from tests.tiers import params
 from tests.training import pipe_cases as cases
 
 MODELS = {"mlp": cases.mlp, "cnn": cases.residual_cnn, "gpt": cases.gpt}
@@ -37,8 +39,17 @@ def alone() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("pipe", "schedule"), [(2, "gpipe"), (2, "1f1b"), (2, "interleaved"), (2, "zero-bubble"), (4, "1f1b")])
+@pytest.mark.parametrize(
+    ("name", "pipe", "schedule"),
+    params(
+        product(MODELS, (2,), ("gpipe", "1f1b", "interleaved", "zero-bubble")),
+        large=[
+            *(("cnn", 2, name) for name in ("gpipe", "1f1b", "zero-bubble")),
+            *(("gpt", 2, name) for name in ("gpipe", "1f1b")),
+        ],
+    )
+    + params(product(MODELS, (4,), ("1f1b",)), large=[("gpt", 4, "1f1b")]),
+)
 def test_a_pipeline_computes_what_one_worker_does(
     name: str, pipe: int, schedule: str, alone: dict[str, dict[str, Any]]
 ) -> None:
@@ -52,7 +63,7 @@ def test_a_pipeline_computes_what_one_worker_does(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", params(MODELS, large=["cnn"]))
 def test_replicas_of_stages_average_their_gradients(name: str) -> None:
     model = MODELS[name]()
     data = cases.batches(model, [8, 8])

@@ -35,7 +35,7 @@ def train(comm: Any, runs: list[tuple[str, str, str, int]]) -> list[dict[str, An
     "runs",
     [
         [("cnn", "pipe=2", "1f1b", 4)],
-        [("gpt", "data=2,pipe=2", "zero-bubble", 2)],
+        pytest.param([("gpt", "data=2,pipe=2", "zero-bubble", 2)], marks=pytest.mark.large),
     ],
 )
 def test_processes_compute_what_one_worker_does(runs: list[tuple[str, str, str, int]]) -> None:

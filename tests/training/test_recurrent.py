@@ -73,10 +73,11 @@ def train(model: Any, backend: str = "onnxruntime") -> tuple[np.ndarray[Any, Any
         ("LSTM", "torchscript", "onnxruntime"),
         ("LSTM", "torchscript", "numpy"),
         ("LSTM", "dynamo", "onnxruntime"),
-        ("GRU", "torchscript", "onnxruntime"),
+        pytest.param("GRU", "torchscript", "onnxruntime", marks=pytest.mark.large),
         pytest.param("GRU", "dynamo", "numpy", marks=pytest.mark.large),
+        ("GRU", "dynamo", "onnxruntime"),
         ("RNN", "torchscript", "onnxruntime"),
-        ("RNN", "dynamo", "onnxruntime"),
+        pytest.param("RNN", "dynamo", "onnxruntime", marks=pytest.mark.large),
     ],
 )
 def test_ten_steps_follow_pytorch(kind: str, exporter: str, backend: str) -> None:

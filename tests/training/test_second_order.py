@@ -19,6 +19,7 @@ from graphc.ir.verify import verify_model
 from graphc.passes.gradients.reverse_mode import differentiate
 from graphc.training.inference import run_model
 from tests.gradient_check import Run, new_model, on_onnxruntime, reference
+from tests.tiers import thinned
 
 Values = dict[str, Any]
 LABELS = np.array([0, 2, 1, 2])
@@ -167,7 +168,6 @@ NETWORKS = {
     "attention": attention("probabilities"),
     "attention-logsumexp": attention("logsumexp"),
 }
-QUICK = {"mlp-tanh", "cnn-batchnorm-graphc", "transformer", "attention"}
 
 
 def hessian_product(
@@ -216,15 +216,15 @@ def assert_close(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], to
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("symbolic", [pytest.param(0, id="static"), pytest.param(1, id="symbolic")])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.full) for n in NETWORKS])
+@pytest.mark.parametrize("symbolic", [pytest.param(0, id="static", marks=pytest.mark.large), pytest.param(1, id="symbolic")])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_hessian_vector_products_match_pytorch(name: str, symbolic: int) -> None:
     network = NETWORKS[name]
     assert_close(hessian_product(network, symbolic, np.float64, reference), torch_product(network), 1e-6)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name", thinned(list(NETWORKS), 2))
 def test_hessian_vector_products_in_float32_on_onnxruntime(name: str) -> None:
     network = NETWORKS[name]
     assert_close(hessian_product(network, 0, np.float32, on_onnxruntime), torch_product(network), 1e-3)

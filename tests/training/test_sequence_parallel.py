@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphc.mesh import Mesh
 from graphc.plan.partition import make_plan
 from graphc.report.memory import memory_of
 from tests.runtime.mpi_run import map_ranks
+from tests.tiers import params
 from tests.training import small, tensor_cases
 from tests.training.sequence_cases import BLOCKS, CASES, compiled, model, tokens, train
 
@@ -38,8 +40,13 @@ def assert_equal_training(found: list[dict[str, Any]], expected: dict[str, Any])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", ["tensor=2", "tensor=4", "data=2,tensor=2"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    params(
+        product(CASES, ("tensor=2", "tensor=4", "data=2,tensor=2")),
+        large=[*product(CASES, ("tensor=2",)), ("bert", "tensor=4"), ("flat", "tensor=4")],
+    ),
+)
 def test_parts_of_sequences_equal_one_worker(name: str, mesh: str) -> None:
     """Norms before and behind the sums, dropout, tied embeddings, flattened tokens; replicas with unequal shares too."""
     sizes = Mesh.parse(mesh)
@@ -66,6 +73,7 @@ def test_one_norm_clips_all_shards() -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.large  # test_tensor_parallel.py trains on processes, and test_mpi.py runs these collectives there
 def test_on_processes() -> None:
     assert_equal_training(map_ranks(2, train, "gpt", Mesh(tensor=2)), alone("gpt"))
 

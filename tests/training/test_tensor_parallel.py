@@ -40,7 +40,9 @@ def assert_equal_training(found: dict[str, Any], expected: dict[str, Any]) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(tensor=4), Mesh(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(Mesh(tensor=2), marks=pytest.mark.large), Mesh(tensor=4), Mesh(data=2, tensor=2)], ids=str
+)
 def test_a_transformer_equals_one_worker(mesh: Mesh, alone: dict[str, Any]) -> None:
     """Dropout too: a mask depends on the place in the whole tensor."""
     found = run_threads(mesh.size, lambda comm: train(comm, mesh))

@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_model_is_refused(exported: Callable[[str], str]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["lenet", "resnet18-small"])
+@pytest.mark.parametrize("name", ["lenet", pytest.param("resnet18-small", marks=pytest.mark.large)])
 def test_the_exported_file_is_the_users_own_with_new_weights(name: str, exported: Callable[[str], str], tmp_path: Path) -> None:
     path = exported(name)
     trainer = make(path)

@@ -14,6 +14,7 @@ from graphc.data import share
 from graphc.distributed.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
 from tests.tiers import params
+from tests.training.compile_once import compile_once
 
 pytestmark = pytest.mark.full
 
@@ -24,7 +25,7 @@ ALIKE = ["mlp", "lenet", "transformer-small"]
 def train(comm: Any, path: str, name: str, steps: int, optimizer: str = "sgd", sizes: tuple[int, ...] = (8,)) -> dict[str, Any]:
     """Losses, state hash and final state of one rank; ``sizes`` are global batch sizes, used in turn."""
     chosen = graphc.optim.parse({"sgd": "sgd:lr=0.05,momentum=0.9", "adam": "adam:lr=1e-3"}[optimizer])
-    program = graphc.compile(path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=chosen, bucket_mb=0.05)
+    program = compile_once(path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=chosen, bucket_mb=0.05)
     losses = []
     with graphc.Trainer(program, comm=comm, threads=1) as trainer:
         for step in range(steps):
@@ -90,7 +91,8 @@ def test_ignored_labels_average_exactly(exported: Callable[[str], str]) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", ["mlp", pytest.param("resnet18-small", marks=pytest.mark.large)])
+@pytest.mark.large
+@pytest.mark.parametrize("name", ["mlp", "resnet18-small"])
 def test_replicas_are_bit_identical_after_fifty_steps(name: str, exported: Callable[[str], str]) -> None:
     results = map_ranks(2, train, exported(name), name, 50, "adam")
     assert results[0]["hash"] == results[1]["hash"]

@@ -21,26 +21,11 @@ from graphc.ir.declare import OPS
 from graphc.report.memory import memory_of
 from tests.runtime.mpi_run import map_ranks
 from tests.training import small, torch_models
+from tests.training.zero_cases import SIZES, STRATEGIES, digits, each_strategy, run
 
 pytestmark = pytest.mark.full
 
-STRATEGIES = ["zero:stage=1", "zero:stage=2", "zero:stage=3", "central_storage"]
 SYNCHRONOUS = ["mirrored", *STRATEGIES]
-SIZES = (8, 7)  # global batches, in turn: shares are uneven
-
-
-def run(
-    comm: Any, program: graphc.Program, batches: list[dict[str, Any]], then: Callable[..., Any] | None = None
-) -> dict[str, Any]:
-    """Train on each worker's share of ``batches``; losses, state and its hash."""
-    losses = []
-    with graphc.Trainer(program, comm=comm, threads=1) as trainer:
-        for feeds in batches:
-            mine = share(len(next(iter(feeds.values()))), comm.rank, comm.size)
-            losses.append(trainer.step({n: a[mine] for n, a in feeds.items()}, offset=mine.start)["loss"])
-        extra = then(trainer) if then is not None else None
-        state, digest = trainer.state.snapshot(comm), trainer.state_sha256()
-        return {"losses": losses, "state": state, "hash": digest, "then": extra}
 
 
 def compile_for(path: Any, strategy: str = "mirrored", optimizer: str = "adam:lr=0.002", **options: Any) -> graphc.Program:
@@ -61,10 +46,6 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
         if "::" not in name and value.dtype == np.float32:
             scale = np.abs(value).max()
             np.testing.assert_allclose(found["state"][name], value, rtol=0, atol=1e-5 * max(scale, 1), err_msg=name)
-
-
-def digits(count: int, steps: int) -> list[dict[str, Any]]:
-    return [dict(zip(("input", "label"), small.batch(SIZES[k % 2] * count, k), strict=True)) for k in range(steps)]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +109,7 @@ def test_a_bad_step_is_skipped_by_all_workers(strategy: str) -> None:
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.large), 4])
 def test_a_transformer_follows_one_worker(workers: int, exported: Callable[[str], str]) -> None:
     path, spec = exported("transformer-small"), SPECS["transformer-small"]
-    batches = [dict(zip(("input", "label"), spec.batch(SIZES[k % 2], k), strict=True)) for k in range(20)]
+    batches = [dict(zip(("input", "label"), spec.batch(SIZES[k % 2], k), strict=True)) for k in range(8)]
     options = {"optimizer": "sgd:lr=0.05,momentum=0.9", "bucket_mb": 0.3}
     (one,) = run_threads(1, lambda comm: run(comm, compile_for(path, **options), batches))
     for strategy in SYNCHRONOUS:
@@ -136,24 +117,6 @@ def test_a_transformer_follows_one_worker(workers: int, exported: Callable[[str]
         many = run_threads(workers, lambda comm, program=program: run(comm, program, batches))
         assert len({result["hash"] for result in many}) == 1, strategy
         assert_close(many[-1], one)
-
-
-def each_strategy(comm: Any) -> list[dict[str, Any]]:
-    programs = [small.compiled("adam:lr=0.01", strategy=strategy) for strategy in STRATEGIES]
-    return [run(Lent(comm), program, digits(1, 8)) for program in programs]
-
-
-class Lent:
-    """A communicator that outlives the trainer which closes it."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.mpi

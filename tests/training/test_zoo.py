@@ -12,11 +12,9 @@ from graphc.distributed.threads import run_threads
 from tests.frontends.zoo import LARGE, SMALL, path_of
 from tests.tiers import params
 
-FULL = (*LARGE, "inception_v1")
-
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", params((*SMALL, *LARGE), full=FULL, large=LARGE))
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=(*LARGE, "inception_v1")))
 def test_zoo_model_trains_on_two_workers(name: str) -> None:
     program = graphc.compile(
         path_of(name), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=1e-3), batch=2, initialize="he"

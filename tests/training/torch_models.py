@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from graphc import frontends
+from tests.training.random_samples import Array, batch
 
-Array = np.ndarray[Any, np.dtype[Any]]
+__all__ = ["SHAPES", "Array", "Cnn", "Mlp", "batch", "make", "save"]
 
 
 class Cnn(nn.Module):
@@ -55,9 +54,3 @@ def save(module: nn.Module, path: Path, example: torch.Tensor) -> str:
     model = frontends.export(module, (example,), input_names=["input"], output_names=["logits"])
     frontends.save(model, str(path))
     return str(path)
-
-
-def batch(shape: tuple[int, ...], count: int, seed: int, classes: int = 10) -> tuple[Array, Array]:
-    """``count`` random float32 samples and their int64 labels."""
-    rng = np.random.default_rng(seed)
-    return rng.standard_normal((count, *shape), dtype=np.float32), rng.integers(0, classes, count, dtype=np.int64)

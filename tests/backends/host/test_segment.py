@@ -236,7 +236,7 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.large), 2])
 def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
     torch.manual_seed(0)
     module, ids, label = Blocks(), torch.randint(0, 20, (6, 9)), torch.randint(0, 5, (6,))

@@ -183,7 +183,7 @@ print("zmm" in next(iter(total.dispatcher.inspect_asm().values())))
 
 @pytest.mark.full  # processes that compile
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="levels of x86-64")
-@pytest.mark.parametrize(("level", "wide"), [("x86-64-v3", False), ("x86-64-v4", True)])
+@pytest.mark.parametrize(("level", "wide"), [pytest.param("x86-64-v3", False, marks=pytest.mark.large), ("x86-64-v4", True)])
 def test_loops_have_vectors_as_wide_as_the_processors(
     level: str, wide: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -328,8 +328,16 @@ ATTENTIONS = [
 
 @pytest.mark.full
 @pytest.mark.parametrize("saves", ["probabilities", "logsumexp"])
-@pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("case", ATTENTIONS, ids=lambda case: f"{case[0]}-{case[3]}x{case[4]}")
+@pytest.mark.parametrize(
+    ("case", "causal"),  # every layout with one of the two in `make test`
+    [
+        pytest.param(
+            case, causal, id=f"{case[0]}-{case[3]}x{case[4]}-{causal}", marks=() if k % 2 == causal else pytest.mark.large
+        )
+        for k, case in enumerate(ATTENTIONS)
+        for causal in (0, 1)
+    ],
+)
 def test_attention(case: tuple[Any, ...], causal: int, saves: str, pool: ThreadPool) -> None:
     layout, heads, key_heads, queries, keys, size, width, mask = case
     axes = operand_axes(layout)

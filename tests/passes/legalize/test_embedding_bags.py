@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -12,6 +14,7 @@ from torch import nn
 import graphc
 from graphc.frontends.torch import export
 from graphc.pipeline import PassCall, run
+from tests.tiers import params
 
 pytestmark = pytest.mark.full  # each case is exported
 
@@ -35,10 +38,23 @@ OFFSETS = [0, 5, 5, 11, 20, 33, 40]
 """Of 40 indices: the second bag is empty, and so is the last one."""
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+BAGS = [
+    ("matrix", "sum"),
+    ("matrix", "mean"),
+    ("matrix", "max"),
+    ("offsets", "sum"),
+    ("last offset", "mean"),
+    ("offsets", "max"),
+]
+"""How bags are given, and what becomes of their rows."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "mode"),
-    [("matrix", "sum"), ("matrix", "mean"), ("matrix", "max"), ("offsets", "sum"), ("last offset", "mean"), ("offsets", "max")],
+    ("kind", "mode", "exporter"),
+    params(
+        [(*case, exporter) for case in BAGS for exporter in ("dynamo", "torchscript")],
+        large=[(*case, "torchscript") for case in BAGS if "matrix" not in case],
+    ),
 )
 def test_bags_train_as_in_pytorch_without_a_loop(kind: str, mode: str, exporter: str) -> None:
     torch.manual_seed(0)
@@ -50,8 +66,9 @@ def test_bags_train_as_in_pytorch_without_a_loop(kind: str, mode: str, exporter:
     trains_as_in_pytorch(module, inputs, label, exporter)
 
 
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("padding", [3, -50])
+@pytest.mark.parametrize(
+    ("padding", "mode"), params(product((3, -50), ("sum", "mean", "max")), large=[(3, "sum"), (3, "max"), (-50, "mean")])
+)
 def test_padding_is_left_out_of_bags(mode: str, padding: int) -> None:
     torch.manual_seed(0)
     matrix = torch.where(torch.rand(7, 6) < 0.4, padding % 50, torch.randint(0, 50, (7, 6)))

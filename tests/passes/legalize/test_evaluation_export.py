@@ -97,7 +97,7 @@ class Dropping(nn.Module):
         ("sequential", "2 modules left no node in the file (first: 'blocks.0"),
         ("layer", "TransformerEncoderLayer has Dropout by default"),
         ("none", None),
-        ("shared", None),
+        pytest.param("shared", None, marks=pytest.mark.large),
     ],
 )
 def test_a_lost_dropout_is_warned_of_where_the_file_tells(

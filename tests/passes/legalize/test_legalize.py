@@ -42,7 +42,7 @@ def constant_nodes(model: ir.Model) -> set[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", params((*SMALL, *LARGE), full=LARGE, large=(*HUGE, "densenet121", "inception_v2")))
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), full=LARGE, large=(*HUGE, "densenet121", "inception_v2", "resnet50")))
 def test_zoo_models_compute_the_same(name: str) -> None:
     original, legalised = with_random_weights(name)
     (x,) = legalised.graph.inputs

@@ -22,6 +22,7 @@ from graphc.pipeline import Context, run
 from graphc.plan.specialise import prepare
 from tests.gradient_check import new_model
 from tests.passes.optimize.channels_last_cases import Residual
+from tests.tiers import params
 
 
 class Squeeze(nn.Module):
@@ -138,7 +139,7 @@ TURNED = {"Residual": 1, "Squeeze": 1, "Shuffle": 3}
 
 @pytest.mark.full
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("name", TURNED)
+@pytest.mark.parametrize("name", params(TURNED, large=["Squeeze"]))
 def test_networks_compute_the_same_with_channels_last(name: str, training: bool, programs: Callable[[str], Any]) -> None:
     program, feeds = programs(name)
     model = program.model if training else program.inference

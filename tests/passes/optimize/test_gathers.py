@@ -14,6 +14,7 @@ from torch import nn
 from graphc.pipeline import Context, PassCall, run
 from graphc.training.inference import run_model
 from tests.passes.optimize.beside_torch import ops_trained
+from tests.tiers import params
 
 WINDOWS = np.arange(3)[:, None] + np.arange(6)[None]
 
@@ -126,7 +127,7 @@ POOLS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("name", params(POOLS, large=["to more pixels"]))
 def test_adaptive_pools_are_products_and_train_as_in_pytorch(name: str) -> None:
     torch.manual_seed(0)
     pool, shape = POOLS[name]

@@ -71,7 +71,7 @@ def autocast(name: str, precision: str | None, steps: int) -> np.ndarray:
         ("mlp", "bf16"),
         ("mlp", "fp16"),
         ("lenet", "bf16"),
-        ("lenet", "fp16"),
+        pytest.param("lenet", "fp16", marks=pytest.mark.large),
         ("transformer-small", "bf16"),
         pytest.param("transformer-small", "fp16", marks=pytest.mark.large),
     ],

@@ -126,7 +126,7 @@ def gradient_of(net: Net) -> Array:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", ["auto", "always"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("always", marks=pytest.mark.large)])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join(map(str, form[:1])) + form[1].name)
 def test_the_gradient_is_that_of_the_float_network(made: Made, form: tuple[str, Any, bool, bool], mode: str) -> None:
     path = quantised(made, form)

@@ -116,7 +116,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Segment]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("precision", [None, "bf16", pytest.param("fp16", marks=pytest.mark.large)])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_loss_follows_pytorch(
     form: str, precision: str | None, compiled: list[Segment], register_backend: Callable[..., None]

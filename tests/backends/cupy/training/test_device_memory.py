@@ -80,7 +80,7 @@ def test_a_trainer_allocates_what_was_predicted(
 
 
 @needs_compiler
-@pytest.mark.parametrize("strategy", ["mirrored", "zero:stage=2", "zero:stage=3"])
+@pytest.mark.parametrize("strategy", ["mirrored", pytest.param("zero:stage=2", marks=pytest.mark.large), "zero:stage=3"])
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_each_of_two_workers_allocates_what_was_predicted_for_it(
     strategy: str, exported: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, register_backend: Callable[..., None]

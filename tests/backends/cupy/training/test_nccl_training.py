@@ -18,6 +18,7 @@ from graphc.distributed.nccl.communicator import NcclCommunicator
 from graphc.distributed.threads import ThreadCommunicator, run_threads
 from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.runtime.pretend_gpu import Cupy, Device, Event, PretendNccl, Stream, capture
+from tests.tiers import params
 
 pytestmark = [pytest.mark.full, pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")]
 
@@ -69,7 +70,10 @@ def pretended(register_backend: Callable[..., None]) -> str:
     return "pretended"
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "zero:stage=2", "zero:stage=3", "adasum", "local_sgd:every=3,start=1"])
+STRATEGIES = ["mirrored", "zero:stage=2", "zero:stage=3", "adasum", "local_sgd:every=3,start=1"]
+
+
+@pytest.mark.parametrize("strategy", params(STRATEGIES, large=["zero:stage=2"]))
 def test_training_follows_onnxruntime(strategy: str, pretended: str, exported: Callable[[str], str]) -> None:
     """Averages of local SGD are in step 1 and in every third, so that both kinds of steps are captured, and replayed."""
     path = exported("mlp")
