@@ -73,7 +73,7 @@ def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert "pip install 'graphc[demo]'" in capfd.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.large  # a script for developers, which needs PyTorch
 def test_the_script_makes_the_same_file(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = Path(__file__).parent.parent.parent / "scripts" / "make_demo_model.py"

@@ -13,6 +13,7 @@ import pytest
 from graphc.cli import COMMANDS, main
 from graphc.cli.terminal import output, streams
 from tests.cli.models import cli
+from tests.tiers import params
 
 LISTS = (["passes"], ["backends"], ["ops"], ["passes", "legalize"], ["ops", "Conv"])
 HELP = [[name] for name in COMMANDS if name != "show"] + [["show", "plan"], ["show", "flight"]]
@@ -53,7 +54,7 @@ def test_help_is_plain_and_ends_with_examples(command: list[str], capfd: pytest.
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80, 100, 140, None])
+@pytest.mark.parametrize("columns", params([40, 60, 80, 100, 140, None], full=[60, 100, 140]))
 @pytest.mark.parametrize("command", LISTS, ids=" ".join)
 def test_tables_fit_and_keep_names(
     command: list[str], columns: int | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -114,7 +114,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("which", WRITES, ids=" ".join)
+@pytest.mark.parametrize(
+    "which", [pytest.param(w, marks=pytest.mark.full if w[0] == "plan" else ()) for w in WRITES], ids=" ".join
+)
 def test_an_output_replaces_no_pipe_no_device_and_no_link(which: tuple[str, str], place: Path) -> None:
     words, inside = WRITES[which]
     folder = place / "out"

@@ -185,7 +185,8 @@ def test_stopped_processes_say_the_same(here: Path) -> None:
     assert resume.endswith("--checkpoint c --resume c")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_threads_say_the_same(number: int, here: Path) -> None:
     """The workers are in native code when the signal comes; the interpreter's own end would abort there."""
     wide = onnx.parser.parse_model(

@@ -28,7 +28,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize("fed", [False, True], ids=["constant", "fed"])
-@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+@pytest.mark.parametrize("backend", ["onnxruntime", pytest.param("numpy", marks=pytest.mark.full)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}{case[1]}")
 def test_an_op_with_int32_indices_has_the_gradient_of_pytorch(case: Case, backend: str, fed: bool) -> None:
     op_type, attributes, indices, peer = case

@@ -42,6 +42,7 @@ def lies_apart(path: Path) -> bool:
     return w.data_location == TensorProto.EXTERNAL and path.with_name(f"{path.name}.data").exists()
 
 
+@pytest.mark.full
 def test_external_data_comes_back_as_external_data(external: Path, tmp_path: Path) -> None:
     x = normal(2, 20, seed=4)
     want = run_model(frontends.load(external), {"x": x})["y"]

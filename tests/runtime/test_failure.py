@@ -215,7 +215,7 @@ def test_killed_from_outside_among_four() -> None:
     "number",
     [
         signal.SIGINT,
-        signal.SIGHUP,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.large),
         *(pytest.param(number, marks=FULL) for number in (signal.SIGTERM, signal.SIGKILL)),
         pytest.param(signal.SIGQUIT, marks=LARGE),
     ],

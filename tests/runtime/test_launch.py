@@ -226,7 +226,10 @@ def test_threads_name_the_rank_that_failed(line: str, code: int, message: str, c
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("transport", ["threads", "tcp", pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.large])])
+@pytest.mark.parametrize(
+    "transport",
+    ["threads", pytest.param("tcp", marks=pytest.mark.large), pytest.param("mpi", marks=[pytest.mark.mpi, pytest.mark.large])],
+)
 def test_an_exit_inside_the_block_of_a_trainer_keeps_its_code(transport: str, tmp_path: Path) -> None:
     write_mlp(tmp_path)
     job = {"folder": str(tmp_path), "kind": "leave", "rank": 1, "moment": 1}

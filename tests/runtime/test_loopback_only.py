@@ -49,7 +49,7 @@ here = pytest.mark.skipif(platform.machine() not in _MACHINES, reason="no code f
 
 @here
 @pytest.mark.mpi
-@pytest.mark.parametrize("transport", ["mpi", "tcp", "threads"])
+@pytest.mark.parametrize("transport", ["mpi", "tcp", pytest.param("threads", marks=pytest.mark.large)])
 def test_no_process_of_a_run_listens_beyond_the_loopback(transport: str, tmp_path: Path) -> None:
     script, end = tmp_path / "wait.py", tmp_path / "end"
     script.write_text(WAIT)

@@ -42,6 +42,7 @@ def test_queue_gather_broadcast_agree() -> None:
         assert found["threads"] >= 1
 
 
+@pytest.mark.large  # four, and twelve in test_start.py, are as many on small machines
 def test_more_workers_than_cores() -> None:
     done = run_mpi(5, "from graphc.distributed.choose import open_communicator as o; print(len(o().allgather_object(1)))")
     assert done.code == 0, done.text

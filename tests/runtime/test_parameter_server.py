@@ -101,6 +101,7 @@ def test_a_killed_server_ends_the_run_by_name(counting: str) -> None:
     assert re.search(r"^graphc: server 0 \(rank 0, pid \d+\) is gone", done.err, re.MULTILINE), done.text
 
 
+@pytest.mark.large  # test_failure.py has an error of a worker that nobody can spare, with the same launcher
 def test_an_error_on_a_worker_ends_the_run(counting: str) -> None:
     program = START + (
         "with graphc.Trainer(program, threads=1) as trainer:\n"

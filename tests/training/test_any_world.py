@@ -1,4 +1,4 @@
-"""``deterministic="any-world"``: the same bits after twenty steps on one, two and four workers."""
+"""``deterministic="any-world"``: the same bits after ten steps on one, two and four workers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch(name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return torch_models.batch((3, 8, 8) if name == "cnn" else (20,), 16, seed)
 
 
-def train(comm: Any, path: str, name: str, deterministic: str | None = "any-world", steps: int = 20) -> tuple[str, float]:
+def train(comm: Any, path: str, name: str, deterministic: str | None = "any-world", steps: int = 10) -> tuple[str, float]:
     program = compile_once(
         path,
         loss=graphc.losses.SoftmaxCrossEntropy(),

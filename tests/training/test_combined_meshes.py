@@ -221,6 +221,7 @@ def test_low_copies_of_divided_masters(mesh: str) -> None:
     assert max(pipe_cases.distance(one, wanted) for one in found) < 0.02, "rounded in other places"
 
 
+@pytest.mark.full
 def test_a_nan_stops_all_ranks_before_the_updates() -> None:
     good, bad = cases.batches("mlp", 2)
     bad["x"][3] = np.nan

@@ -54,7 +54,7 @@ def batch(size: int, seed: int) -> tuple[Array, Array]:
     return ids, rng.integers(0, ROWS, size)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize(("options", "threads"), [({}, 1), ({}, 3), ({"clip_norm": 0.05}, 1), ({"accumulate": 2}, 2)])
 def test_steps_of_two_batch_sizes_train_as_pytorch_does(tied: bool, options: dict[str, Any], threads: int) -> None:
     given = {name: torch.tensor(array, requires_grad=True) for name, array in weights().items() if not (tied and name == "w")}

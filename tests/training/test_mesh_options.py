@@ -14,6 +14,7 @@ from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.errors import UsageError
 from tests.runtime.mpi_run import map_ranks
+from tests.tiers import params
 from tests.training import pipe_cases, small, tensor_cases
 
 STAGES, SHARDS = Mesh(pipe=2), Mesh(tensor=2)
@@ -65,7 +66,9 @@ def follows(mesh: Mesh, options: dict[str, Any], *, bad: bool = False, tolerance
     return one
 
 
-@pytest.mark.parametrize("mesh", [*BOTH_AXES, Mesh(node=2, pipe=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", params([*BOTH_AXES, Mesh(node=2, pipe=2)], full=[STAGES, SHARDS, Mesh(node=2, pipe=2)]), ids=str
+)
 def test_the_norm_counts_every_element_once(mesh: Mesh) -> None:
     one = follows(mesh, {"clip_norm": 0.1})
     assert all(result["grad_norm"] > 0.1 for result in one["results"])  # the bound matters

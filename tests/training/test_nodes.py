@@ -19,6 +19,7 @@ from graphc.errors import UsageError, WorldError
 from graphc.plan.partition import make_plan
 from graphc.report.memory import memory_of
 from tests.runtime.mpi_run import map_ranks
+from tests.tiers import params
 from tests.training import small
 
 NODES = Mesh(node=2, data=2)
@@ -64,7 +65,11 @@ def assert_follows(everyone: list[dict[str, Any]], one: dict[str, Any]) -> None:
         np.testing.assert_allclose(everyone[-1]["values"][name], value, rtol=0, atol=1e-5 * max(1, np.abs(value).max()))
 
 
-@pytest.mark.parametrize("options", WAYS, ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()))
+@pytest.mark.parametrize(
+    "options",
+    params(WAYS, full=WAYS[1:4] + WAYS[5:8] + WAYS[9:]),
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
 def test_nodes_compute_what_one_worker_does(options: dict[str, Any]) -> None:
     (one,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01")))
     program = small.compiled("adam:lr=0.01", **options)
@@ -81,7 +86,13 @@ def test_the_norm_is_that_of_the_whole_gradient(strategy: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"compress": "bf16"}, {"precision": "bf16"}, {"precision": "bf16", "strategy": HYBRID[2]}])
+@pytest.mark.parametrize(
+    "options",
+    params(
+        [{"compress": "bf16"}, {"precision": "bf16"}, {"precision": "bf16", "strategy": HYBRID[2]}],
+        large=[{"precision": "bf16"}],
+    ),
+)
 def test_low_types_travel_in_nodes_too(options: dict[str, Any]) -> None:
     flat = run_threads(4, lambda comm: run(comm, small.compiled(**{**options, "strategy": "mirrored"}, mesh=Mesh(data=4))))
     nodes = run_threads(4, lambda comm: run(comm, small.compiled(**options, mesh=NODES)))
@@ -135,6 +146,7 @@ def test_checkpoints_of_nodes_restore_on_other_meshes(strategy: str, tmp_path: P
         assert_follows(found, {**one, "losses": one["losses"][2:]})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("strategy", "formula"),
     [

@@ -57,7 +57,7 @@ def test_parts_of_sequences_equal_one_worker(name: str, mesh: str) -> None:
 @pytest.mark.parametrize(
     ("name", "mesh", "options"),
     [
-        ("flat", "data=2,tensor=2", {"accumulate": 2, "strategy": "zero:stage=2"}),
+        pytest.param("flat", "data=2,tensor=2", {"accumulate": 2, "strategy": "zero:stage=2"}, marks=pytest.mark.large),
         ("gpt", "pipe=2,tensor=2", {"accumulate": 2}),
     ],
 )

@@ -242,7 +242,7 @@ def test_the_graph_of_one_worker_is_not_changed() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(data=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("mesh", [pytest.param(Mesh(tensor=2), marks=pytest.mark.large), Mesh(data=2, tensor=2)], ids=str)
 def test_the_memory_that_is_reported_is_allocated(mesh: Mesh) -> None:
     """On every rank: parameters, gradients and states of this rank's shards, and what passes between segments."""
     program = compiled(mesh, optimizer="adam:lr=0.01")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,10 @@ def close(one: dict[str, Any], many: dict[str, Any], tolerance: float = 1e-5) ->
             np.testing.assert_allclose(many["state"][key], value, rtol=0, atol=max(5 * tolerance * scale, 1e-6), err_msg=key)
 
 
-@pytest.mark.parametrize("name", ALIKE)
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    params(product(ALIKE, (2, 3)), large=[("mlp", 3), ("lenet", 3), ("transformer-small", 2)]),
+)
 def test_workers_in_threads_follow_one(name: str, workers: int, exported: Callable[[str], str]) -> None:
     path = exported(name)
     (one,) = run_threads(1, lambda comm: train(comm, path, name, 6))

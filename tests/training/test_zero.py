@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from graphc.errors import NonFiniteError, UsageError
 from graphc.ir.declare import OPS
 from graphc.report.memory import memory_of
 from tests.runtime.mpi_run import map_ranks
+from tests.tiers import params
 from tests.training import small, torch_models
 from tests.training.zero_cases import SIZES, STRATEGIES, digits, each_strategy, run
 
@@ -61,7 +63,7 @@ def cnn_batches(steps: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.large), 4])
 def test_a_classifier_follows_one_worker(strategy: str, workers: int) -> None:
     batches = digits(1, 20)
     (one,) = run_threads(1, lambda comm: run(comm, small.compiled("adam:lr=0.01"), batches))
@@ -71,10 +73,10 @@ def test_a_classifier_follows_one_worker(strategy: str, workers: int) -> None:
     assert_close(many[-1], one)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.large), 4])
 def test_batch_normalization_follows_mirrored(workers: int, cnn: str) -> None:
     """Statistics are those of each worker's share, so it is mirrored training that the strategies have to follow."""
-    batches = cnn_batches(20)
+    batches = cnn_batches(12)
     expected = run_threads(workers, lambda comm: run(comm, compile_for(cnn, optimizer="sgd:lr=0.05,momentum=0.9"), batches))[0]
     for strategy in STRATEGIES:
         program = compile_for(cnn, strategy, "sgd:lr=0.05,momentum=0.9")
@@ -83,9 +85,9 @@ def test_batch_normalization_follows_mirrored(workers: int, cnn: str) -> None:
         assert_close(many[-1], expected)
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.large), 4])
 def test_shared_batch_statistics_follow_one_worker(workers: int, cnn: str) -> None:
-    batches, options = cnn_batches(20), {"optimizer": "sgd:lr=0.05,momentum=0.9", "sync_batchnorm": True}
+    batches, options = cnn_batches(12), {"optimizer": "sgd:lr=0.05,momentum=0.9", "sync_batchnorm": True}
     (one,) = run_threads(1, lambda comm: run(comm, compile_for(cnn, **options), batches))
     for strategy in SYNCHRONOUS:
         program = compile_for(cnn, strategy, **options)
@@ -204,8 +206,10 @@ def test_what_cannot_be_sharded_is_named() -> None:
         small.compiled(strategy="zero:stage=1", compress="bf16")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("strategy", ["zero:stage=1", "zero:stage=2", "zero:stage=3", "central_storage"])
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    params(product(STRATEGIES, ("bf16", "fp16")), large=[(s, "fp16") for s in STRATEGIES if s != "zero:stage=3"]),
+)
 def test_float32_masters_are_divided_too(precision: str, strategy: str, tmp_path: Path) -> None:
     """On one worker to the bit what mixed precision is without the strategy; on two up to the rounding of summed gradients."""
     batches = digits(1, 10)

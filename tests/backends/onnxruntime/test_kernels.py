@@ -397,6 +397,7 @@ def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> N
         compare("MatMul", [normal(2, 3, m, k), normal(2, 3, k, n)], {}, pool)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize(("m", "k", "n"), [(1024, 200, 100), (67, 1024, 512), (300, 131, 1024), (64, 300, 1100), (99, 515, 77)])
 def test_products_of_large_matrices_in_every_layout(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> None:
@@ -517,7 +518,7 @@ def test_nan_survives(pool: ThreadPool) -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("ignore", [None, -100])
+@pytest.mark.parametrize("ignore", [pytest.param(None, marks=pytest.mark.full), -100])
 @pytest.mark.parametrize(
     ("shape", "axis"), [((50, 1000), 1), ((6, 5, 7, 3), 1), ((2, 4, 17, 19), 1), ((5, 3, 2), 1), ((4, 9, 11), -1)]
 )
@@ -570,7 +571,7 @@ def test_label_outside_the_classes_gives_nan(pool: ThreadPool) -> None:
         compare("graphc::SoftmaxCrossEntropyGrad", [np.array(1.0, dtype=np.float32), logits, label], {"axis": 1}, pool)
 
 
-@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("offset", [pytest.param(0, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("shape", [(5, 7), (3, 4096), (2, 3, 3)])
 def test_random_numbers_are_bit_for_bit_those_of_the_decomposition(
     offset: int, shape: tuple[int, ...], pool: ThreadPool
@@ -598,7 +599,7 @@ UPDATES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("op", "states", "attributes"), UPDATES)
-@pytest.mark.parametrize("divisor", [None, 12.0])
+@pytest.mark.parametrize("divisor", [pytest.param(None, marks=pytest.mark.full), 12.0])
 def test_updates(op: str, states: int, attributes: dict[str, Any], divisor: float | None, pool: ThreadPool) -> None:
     size = 50_001
     average = normal(size) * 0.1

@@ -16,6 +16,7 @@ from graphc.ir.facts import static_dims
 from graphc.ir.infer import propagate
 from graphc.passes.gradients.reverse_mode import differentiate
 from tests.gradient_check import Array, check_gradient, check_op, distinct, new_model, on_onnxruntime, reference
+from tests.tiers import params
 
 BATCH, NOTHING, SPACE = "batch", "nothing", "space"
 """What is symbolic while the gradient is emitted."""
@@ -95,7 +96,11 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize("symbolic", [NOTHING, BATCH, SPACE])
+SIZES = params([SPACE, NOTHING, BATCH], full=[NOTHING, BATCH])
+"""Which sizes are known: in the quick tier, the fewest."""
+
+
+@pytest.mark.parametrize("symbolic", SIZES)
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_conv_like_pytorch(case: str, symbolic: str) -> None:
     x_shape, w_shape, attributes = CONVOLUTIONS[case]
@@ -218,7 +223,7 @@ def pool_arguments(attributes: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("symbolic", [NOTHING, BATCH, SPACE])
+@pytest.mark.parametrize("symbolic", SIZES)
 @pytest.mark.parametrize("dilated", [False, True])
 @pytest.mark.parametrize("case", POOLS)
 def test_max_pool_like_pytorch(case: str, dilated: bool, symbolic: str) -> None:
@@ -232,7 +237,7 @@ def test_max_pool_like_pytorch(case: str, dilated: bool, symbolic: str) -> None:
     assert_like_torch(lambda t: pool(t, **arguments), "MaxPool", [x], symbolic, **attributes)
 
 
-@pytest.mark.parametrize("symbolic", [NOTHING, BATCH, SPACE])
+@pytest.mark.parametrize("symbolic", SIZES)
 @pytest.mark.parametrize("include", [0, 1])
 @pytest.mark.parametrize("case", POOLS)
 def test_average_pool_like_pytorch(case: str, include: int, symbolic: str) -> None:

@@ -111,6 +111,7 @@ def as_scan(model: ir.Model) -> Run:
     return reference(expanded(model))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_the_scan_computes_what_onnxruntime_does(case: tuple[str, dict[str, Any]]) -> None:
     model, feeds = layer(case[0], dtype=np.float32, **case[1])

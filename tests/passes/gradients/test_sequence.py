@@ -13,6 +13,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.subgraphs import finish_body, new_body
 from graphc.ir.verify import verify_model
 from tests.gradient_check import Array, check_gradient, new_model, normal, on_onnxruntime, reference
+from tests.tiers import params
 
 Build = Callable[[Builder, ir.Value, ir.Value, ir.Value], Any]
 
@@ -84,7 +85,7 @@ def shared(op: Builder, x: ir.Value, y: ir.Value, k: ir.Value) -> Any:
 BUILDS: list[Build] = [at, insert, erase, split, concat, mapped, optional, branches, shared]
 
 
-@pytest.mark.parametrize("position", [0, 1, -1])
+@pytest.mark.parametrize("position", params([0, 1, -1], full=[0, 1]))
 @pytest.mark.parametrize("compile_with", [reference, on_onnxruntime])
 @pytest.mark.parametrize("build", BUILDS)
 def test_gradients_agree_with_differences(build: Build, compile_with: Any, position: int) -> None:

@@ -158,7 +158,10 @@ def exported(module: nn.Module, inputs: Sequence[Any], *, dynamo: bool) -> onnx.
 
 @pytest.mark.parametrize(
     ("case", "dynamo", "batch"),
-    params(product(CASES, (True, False), (4, 1)), large=[(case, True, 1) for case in CASES]),
+    params(
+        product(CASES, (True, False), (4, 1)),
+        large=[*((case, True, 1) for case in CASES), *((case, False, 4) for case in ("positions", "recurrent", "bags"))],
+    ),
 )
 def test_any_batch_computes_what_pytorch_computes(case: str, dynamo: bool, batch: int) -> None:
     if (case, dynamo) == ("experts", False):

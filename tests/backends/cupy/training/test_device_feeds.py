@@ -53,7 +53,7 @@ def reused(pulled: list[int]) -> Iterator[dict[str, Any]]:
         yield arrays
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.large), 2])
 def test_fit_on_a_device_takes_every_batch_as_it_was_though_the_arrays_are_used_again(
     accumulate: int, exported: Callable[[str], str], devices: list[HostDevice]
 ) -> None:
