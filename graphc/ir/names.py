@@ -52,6 +52,9 @@ PARAMETER = "graphc.parameter"
 BATCHNORM = "graphc.batchnorm"
 """Metadata key on a running mean: ``train`` or ``inference``, the mode of the framework's module during training."""
 
+CLASSES = "graphc.classes"
+"""Metadata key on a label that a loss made: where its classes are, ``axis 1 of 'output'``, when no one said."""
+
 BUCKET = "bucket"
 """Attribute of update and AllReduce nodes: name of the flat buffer that holds their operands."""
 

@@ -17,6 +17,7 @@ from graphc.ir.dim_expressions import evaluate, is_name, symbols
 from graphc.ir.facts import Dim, describe, dims, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.model_bytes import check_sizes
+from graphc.ir.names import CLASSES
 from graphc.ir.ops.accumulation import is_accumulation
 from graphc.ir.symbolic_dims import product
 from graphc.mesh import ALONE, Mesh
@@ -100,18 +101,24 @@ def _check_sizes(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> None:
     for value in graph.inputs:
         name, declared = value.name or "", dims(value)
         shape = tuple(shapes[name])
+        found = value.metadata_props.get(CLASSES)
+        hint = f"; the loss found the classes on {found}: say axis= to it for another" if found else ""
         if declared is not None and len(declared) != len(shape):
-            raise FeedError(f"feed {name!r} has shape {list(shape)}, the model wants rank {len(declared)}: {_show(declared)}")
+            raise FeedError(
+                f"feed {name!r} has shape {list(shape)}, the model wants rank {len(declared)}: {_show(declared)}{hint}"
+            )
         for axis, (have, want) in enumerate(zip(shape, declared or (), strict=False)):
             if isinstance(want, str):
                 known = names if is_name(want) else others
                 size = known.setdefault(str(product((want,))), have)
                 if size != have:
-                    raise FeedError(f"feed {name!r} has shape {list(shape)}: its {want!r} is {have} here, {size} elsewhere")
+                    raise FeedError(
+                        f"feed {name!r} has shape {list(shape)}: its {want!r} is {have} here, {size} elsewhere{hint}"
+                    )
                 if known is others:
                     derived.append((name, axis, want, have))
             elif want is not None and want != have:
-                raise FeedError(f"feed {name!r} has shape {list(shape)}, the model wants {_show(declared or ())}")
+                raise FeedError(f"feed {name!r} has shape {list(shape)}, the model wants {_show(declared or ())}{hint}")
     for name, axis, text, have in derived:
         wanted = evaluate(text, names)
         if wanted is not None and wanted != have:

@@ -81,6 +81,8 @@ def feature_axis(value: ir.Value, depth: int = 64) -> int | None:
             return rank(value) - 1
         case "MatMul" if _is_weight(operands[0]):
             return rank(value) - 2
+        case "Einsum":
+            return _axis_of_einsum(node, operands)
         case "Transpose":
             axis, order = feature_axis(operands[0], depth - 1), node.attributes.get_ints("perm")
             return None if axis is None or order is None else list(order).index(axis)
@@ -88,7 +90,7 @@ def feature_axis(value: ir.Value, depth: int = 64) -> int | None:
             return _moved(feature_axis(operands[0], depth - 1), dims(operands[0]) or (), dims(value) or ())
         case kind if kind in _SAME_AXES:
             alike = [v for v in operands if v.shape is not None and rank(v) == rank(value) and not _is_weight(v)]
-            found = (feature_axis(v, depth - 1) for v in alike[:2])
+            found = (feature_axis(v, depth - 1) for v in alike[:3])
             return next((axis for axis in found if axis is not None), None)
     return None
 
@@ -101,20 +103,42 @@ def _moved(axis: int | None, before: Sequence[Dim], after: Sequence[Dim]) -> int
     return found[0] if len(found) == 1 else None
 
 
-def _is_weight(value: ir.Value) -> bool:
-    """Whether ``value`` is an initializer or constant, perhaps cast or transposed."""
-    while (node := value.producer()) is not None and node.op_type in ("Cast", "Identity", "Transpose", "DequantizeLinear"):
-        if node.inputs[0] is None:
-            return False
-        value = node.inputs[0]
-    return value.is_initializer() or (node is not None and node.op_type == "Constant")
+def _axis_of_einsum(node: ir.Node, operands: Sequence[ir.Value]) -> int | None:
+    """The axis of the only letter that weights bring into the result: ``v`` of ``btd,vd->btv``."""
+    terms, arrow, result = node.attributes["equation"].as_string().replace(" ", "").partition("->")
+    letters = terms.split(",")
+    if not arrow or len(letters) != len(operands) or "." in terms + result:
+        return None
+    weights = [_is_weight(v) for v in operands]
+    given = {letter for term, weight in zip(letters, weights, strict=True) if not weight for letter in term}
+    own = [axis for axis, letter in enumerate(result) if letter not in given]
+    return own[0] if len(own) == 1 else None
 
+
+def _is_weight(value: ir.Value) -> bool:
+    """Whether no input of the model takes part in ``value``: initializers and constants, perhaps cast, joined or scaled."""
+    seen, waiting = set(), [value]
+    while waiting:
+        value = waiting.pop()
+        if value in seen or value.is_initializer():
+            continue
+        seen.add(value)
+        node = value.producer()
+        if node is None or len(seen) > _MOST:
+            return False
+        waiting += [v for v in node.inputs if v is not None]
+    return True
+
+
+_MOST = 64
+"""Values that may lie between a weight and its initializers."""
 
 _SAME_AXES = frozenset(
     {
         "Add", "AveragePool", "BatchNormalization", "Cast", "Clip", "Concat", "Div", "Dropout", "Elu", "Gelu", "HardSigmoid",
         "HardSwish", "Identity", "InstanceNormalization", "LayerNormalization", "LeakyRelu", "LogSoftmax", "MaxPool", "Mul",
-        "PRelu", "Pad", "Relu", "Resize", "Sigmoid", "Slice", "Softmax", "Sub", "Sum", "Tanh", "Upsample",
+        "Neg", "PRelu", "Pad", "RMSNormalization", "Relu", "Resize", "Selu", "Sigmoid", "Slice", "Softmax", "Softplus", "Sub",
+        "Sum", "Swish", "Tanh", "Upsample", "Where",
     }
 )  # fmt: skip
 """Ops whose output has the axes of an operand of the same rank."""

@@ -13,7 +13,7 @@ from graphc.errors import UsageError
 from graphc.ir.builder import Builder
 from graphc.ir.dim_expressions import symbols
 from graphc.ir.facts import constant, describe_value, dims, is_float, is_parameter, required, static_dims, unknown_rank
-from graphc.ir.names import find_value
+from graphc.ir.names import CLASSES, find_value
 from graphc.passes.gradients.reverse_mode import ancestors
 from graphc.pipeline import Context
 
@@ -115,6 +115,8 @@ class LossRequest:
             raise UsageError(
                 f"the model computes a value {name!r}: to use it say label={name}, else give the label another name"
             )
+        if axis is not None and len(sizes) > 1 and "axis" not in self.options:
+            value.metadata_props[CLASSES] = f"axis {axis} of {scores.name!r}"
         self.graph.inputs.append(value)
         self.ctx.values.setdefault(LABELS, {})[name] = (scores, axis, keepdims)
         return value

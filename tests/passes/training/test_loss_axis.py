@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 
 import graphc
 from graphc.cli import main
-from graphc.errors import UsageError
+from graphc.errors import FeedError, UsageError
 from graphc.ir.facts import dims
 from graphc.passes.training.loss import loss
 from graphc.pipeline import Context
@@ -68,19 +68,25 @@ def test_labels_that_fit_another_axis_name_it() -> None:
         ("h = MatMul(x, w) z = Add(h, b)", (2, 5)),
         ("h = MatMul(x, w) r = Relu(h) z = Transpose<perm=[0, 2, 1]>(r)", (2, 5)),
         ("h = Conv(x, k) z = Relu(h)", (2, 5)),
+        ("t = Concat<axis=1>(w, w) u = Slice(t, from, to) z = MatMul(x, u)", (2, 5)),
+        ("t = Mul(w, w) h = MatMul(x, t) c = Greater(h, x) z = Where(c, h, x)", (2, 5)),
+        ('z = Einsum<equation="btd,vd->btv">(x, w)', (2, 5)),
+        ('z = Einsum<equation="vd,btd->bvt">(w, x)', (2, 5)),
     ],
 )
 def test_the_layer_that_computes_fixed_scores_says_where_its_features_are(body: str, label: tuple[int, ...]) -> None:
-    model = graph_of("float[2,5,5] x, float[5,5] w, float[5] b, float[5,5,1] k) => (float[2,5,5] z", body)
+    inputs = "float[2,5,5] x, float[5,5] w, float[5] b, float[5,5,1] k, int64[2] from, int64[2] to"
+    model = graph_of(f"{inputs}) => (float[2,5,5] z", body)
     graph = model.graph
-    for name in ("w", "b", "k"):
+    arrays = {"w": np.ones((5, 5), np.float32), "b": np.ones(5, np.float32), "k": np.ones((5, 5, 1), np.float32)}
+    for name, array in (arrays | {"from": np.array([0, 0]), "to": np.array([5, 5])}).items():
         value = next(v for v in graph.inputs if v.name == name)
-        value.const_value = ir.tensor(np.ones(dims(value), np.float32), name=name)
+        value.const_value = ir.tensor(array, name=name)
         graph.register_initializer(value)
         graph.inputs.remove(value)
     loss(model, Context(), label_shape=[-1, 5])
     (node,) = [n for n in graph if n.op_type == "SoftmaxCrossEntropy"]
-    assert node.attributes["axis"].as_int() == (1 if "Conv" in body or "perm" in body else 2)
+    assert node.attributes["axis"].as_int() == (1 if "Conv" in body or "perm" in body or "bvt" in body else 2)
     assert dims(next(v for v in graph.inputs if v.name == "label")) == label
 
 
@@ -113,6 +119,18 @@ def test_a_token_classifier_trains_without_an_axis(tmp_path: Path) -> None:
     with graphc.Trainer(program, threads=1) as trainer:
         found = trainer.step({"ids": ids, "label": label})["loss"]
     assert found == pytest.approx(token_loss(table, layer, ids, label), rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["N,3", "N,T"])
+def test_a_label_for_another_axis_is_told_where_the_classes_were_found(tmp_path: Path, shape: str) -> None:
+    tokens(tmp_path / "m.onnx", shape)
+    program = graphc.compile(
+        tmp_path / "m.onnx", loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1), backend="numpy"
+    )
+    feeds = {"ids": np.zeros((5, 3), np.int64), "label": np.zeros((5, 4), np.int64)}
+    message = r"classes on axis 2 of 'logits': say axis= to it for another"
+    with graphc.Trainer(program, threads=1) as trainer, pytest.raises(FeedError, match=message):
+        trainer.step(feeds)
 
 
 def test_the_data_of_the_command_tell_the_axis(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
