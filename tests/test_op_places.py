@@ -93,6 +93,7 @@ def test_an_op_is_named_in_at_most_three_places(op: str) -> None:
     assert len([f for f in files if f.startswith("backends/")]) <= 2, f"{op} is named all over the backends: {files}"
 
 
+@pytest.mark.full
 def test_only_ops_that_stand_for_the_structure_of_graphs_are_named_in_more() -> None:
     names = {op.removeprefix("graphc::") for op in (*OP_KERNELS, *OPS)}
     many = {name: sorted(_places().get(name, ())) for name in names if len(_places().get(name, ())) > MOST}

@@ -65,13 +65,13 @@ def test_the_memory_of_both_sides_holds_the_training_state() -> None:
 @pytest.mark.full
 def test_the_command_for_a_gpu_times_both_sides_on_the_same_losses() -> None:
     """On the CPU, where the command takes the same path but for the devices."""
-    command = [sys.executable, "-m", "graphc.bench.kinds.gpu", "wavenet", "--size", "small", "--precision", "tf32"]
+    command = [sys.executable, "-m", "graphc.bench.kinds.gpu", "dlrm", "--size", "small", "--precision", "tf32"]
     done = subprocess.run(
         [*command, "--device", "cpu", "--eager", "--seconds", "0.05"], capture_output=True, text=True, check=True
     )
     head, row = done.stdout.splitlines()
     found = dict(zip(("graphc", "eager", "compile", "ratio", "first", "off"), map(float, row.split()[1:]), strict=True))
     assert head.split()[0] == "kind"
-    assert row.startswith("wavenet")
+    assert row.startswith("dlrm")
     assert found["ratio"] == pytest.approx(found["eager"] / found["graphc"], abs=0.02)
     assert found["off"] < 1e-5

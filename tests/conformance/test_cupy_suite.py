@@ -100,6 +100,7 @@ def wrong(cases: Mapping[str, Case], names: Sequence[str], register_backend: Cal
 
 
 @needs_compiler
+@pytest.mark.large  # the larger sample below is in `make test`
 def test_a_sample(register_backend: Callable[..., None]) -> None:
     cases = quick_cases()
     found = wrong(cases, sorted(cases)[::60], register_backend)

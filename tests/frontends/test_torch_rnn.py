@@ -63,6 +63,7 @@ def test_a_long_sequence_takes_no_longer_to_export(kind: str) -> None:
     assert spent[2] < 2 * spent[1] + 2  # a minute and more where every step is run
 
 
+@pytest.mark.full
 def test_pytorch_decomposes_layers_as_before_an_export() -> None:
     module, x = torch.nn.LSTM(5, 8), torch.randn(3, 4, 5)
 

@@ -276,7 +276,7 @@ class Interpreter:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", params(["lenet", "resnet18-small", "transformer-small"], full=["transformer-small"], large=["resnet18-small"])
+    "name", params(["lenet", "resnet18-small", "transformer-small"], large=["resnet18-small", "transformer-small"])
 )
 def test_training_information_trains(name: str, exported: Callable[[str], str], tmp_path: Path) -> None:
     program, feeds = exported_program(name, exported, MOMENTUM)

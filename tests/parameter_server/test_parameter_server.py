@@ -443,7 +443,9 @@ def late(comm: Any, path: str, strategy: str, ended: threading.Event) -> None:
             ended.set()
 
 
-@pytest.mark.parametrize("strategy", ["parameter_server:staleness=0", "parameter_server:staleness=2"])
+@pytest.mark.parametrize(
+    "strategy", ["parameter_server:staleness=0", pytest.param("parameter_server:staleness=2", marks=pytest.mark.large)]
+)
 def test_a_worker_that_does_not_come_is_named(strategy: str, counting: str) -> None:
     ended = threading.Event()
     with pytest.raises(graphc.errors.WorldError, match=r"nothing has come from worker 1 \(rank 2\) within 2 s"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any
 
@@ -30,6 +31,11 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 def share(rank: int, size: int, dtype: str) -> Any:
+    return _drawn(rank, size, dtype).copy()
+
+
+@functools.cache
+def _drawn(rank: int, size: int, dtype: str) -> Any:
     return np.random.default_rng(rank).normal(scale=3, size=size).astype(dtype_of(dtype))
 
 
@@ -83,8 +89,16 @@ def _scatter_and_gather(comm: Communicator, dtype: str, size: int, parts: list[t
 
 
 def _expected(comm: Communicator, op: str, dtype: str, size: int) -> Any:
+    return _reduced(comm.size, op, dtype, size)
+
+
+@functools.cache
+def _reduced(ranks: int, op: str, dtype: str, size: int) -> Any:
+    """By numpy, once for all ranks that are threads and for all cases."""
     wide = "int64" if dtype == "int64" else "float64"
-    return NUMPY[op](np.stack([share(rank, size, dtype).astype(wide) for rank in range(comm.size)]), axis=0)
+    found = NUMPY[op](np.stack([_drawn(rank, size, dtype).astype(wide) for rank in range(ranks)]), axis=0)
+    found.flags.writeable = False
+    return found
 
 
 def _adasum(comm: Communicator, dtype: str) -> tuple[float, str]:

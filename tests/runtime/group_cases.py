@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,11 @@ Wrap = Callable[[Communicator], Any]
 
 
 def row(rank: int, size: int, dtype: str = "float32") -> Any:
+    return _drawn(rank, size, dtype).copy()
+
+
+@functools.cache
+def _drawn(rank: int, size: int, dtype: str) -> Any:
     return np.random.default_rng(rank).normal(scale=3, size=size).astype(dtype)
 
 

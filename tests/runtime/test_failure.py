@@ -312,6 +312,7 @@ LATE = [
         r"the ranks disagree: ((ranks 0, 1|ranks 1, 2) did different collectives some time before allreduce\(mean\) 'bucket\d'"
         r"|rank \d is in allreduce\(mean\) '(bucket1|other)' of step \d \(8 bytes\) and rank)",
         id="other-collective-long-ago",
+        marks=LARGE,  # tests/runtime/test_flight_recorder.py has the message
     ),
     pytest.param(
         "comm.allreduce(np.ones(3 + comm.rank), 'sum', 'w')\nsteps()",

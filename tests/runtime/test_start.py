@@ -59,7 +59,9 @@ def process(place: Path, who: int | str) -> int | None:
     ("transport", "who", "number", "message"),
     [
         ("mpi", 1, signal.SIGSTOP, r"rank 1 did not come to join .* within 2 s: rank 1 \(pid {pid}\) is stopped \(SIGSTOP\)"),
-        pytest.param("mpi", "starter", signal.SIGSTOP, r"mpiexec \(pid {pid}\) has been stopped \(SIGSTOP\)", marks=FULL),
+        pytest.param(
+            "mpi", "starter", signal.SIGSTOP, r"mpiexec \(pid {pid}\) has been stopped \(SIGSTOP\)", marks=pytest.mark.large
+        ),
         ("mpi", "starter", signal.SIGKILL, r"mpiexec \(pid {pid}\) is gone: killed by SIGKILL"),
         ("mpi", 1, signal.SIGKILL, r"rank 1 \(pid {pid}\) is gone: killed by SIGKILL"),
         pytest.param("tcp", 1, signal.SIGSEGV, r"rank 1 \(pid {pid}\) is gone: killed by SIGSEGV", marks=FULL),

@@ -123,7 +123,7 @@ def test_all_ranks_skip_a_bad_step(mesh: Mesh) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mesh", BOTH_AXES, ids=str)
+@pytest.mark.parametrize("mesh", params(BOTH_AXES, large=[SHARDS, Mesh(data=2, pipe=2)]), ids=str)
 def test_all_ranks_have_one_loss_scale(mesh: Mesh) -> None:
     """It falls after overflows and grows after good steps; stages give the bits of one worker, sums of shards are rounded."""
     same = mesh == STAGES
@@ -134,7 +134,7 @@ def test_all_ranks_have_one_loss_scale(mesh: Mesh) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.large)])
 def test_replicas_of_a_stage_share_batch_statistics(schedule: str) -> None:
     """Those of one micro-batch: with one a step, those of one worker; else those of replicas with as many micro-batches."""
     model = pipe_cases.residual_cnn()

@@ -177,6 +177,7 @@ def test_a_node_divides_the_bytes(strategy: str, formula: Any) -> None:
         assert abs(report.total - report.feeds - found) <= 64  # scalars that are neither in a bucket nor in the arena
 
 
+@pytest.mark.full
 def test_the_command_line_shows_the_plan_and_the_memory_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, training = str(tmp_path / "model.onnx"), str(tmp_path / "training.onnx")
     ir.save(small.model(), model)

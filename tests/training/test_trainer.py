@@ -120,6 +120,7 @@ def test_checkpoints_continue_bit_for_bit(exported: Callable[[str], str], tmp_pa
     assert second.steps_done == 6
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model_is_refused(exported: Callable[[str], str], tmp_path: Path) -> None:
     make(exported("lenet")).save(tmp_path / "checkpoint")
     trainer = make(exported("mlp"))

@@ -14,7 +14,7 @@ from tests.tiers import params
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=(*LARGE, "inception_v1")))
+@pytest.mark.parametrize("name", params((*SMALL, *LARGE), large=(*LARGE, "inception_v1", "shufflenet")))
 def test_zoo_model_trains_on_two_workers(name: str) -> None:
     program = graphc.compile(
         path_of(name), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=1e-3), batch=2, initialize="he"

@@ -37,6 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.full
 def test_many_kernels_are_made_by_several_processes_which_then_end(monkeypatch: pytest.MonkeyPatch) -> None:
     processes, texts, machine = started(monkeypatch), modules(60), target_machine()
     assert made(MachineCode(3), texts) == [object_file(machine, text) for text in texts]

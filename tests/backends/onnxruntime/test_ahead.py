@@ -122,6 +122,7 @@ def test_every_listed_kernel_is_of_this_version() -> None:
         assert len(inspect.signature(function.py_func).parameters) == len(kinds) + 2, line  # and the units, start to stop
 
 
+@pytest.mark.full
 def test_kernels_name_nothing_that_their_digest_does_not_cover() -> None:
     for module in {function.py_func.__module__ for line in LINES if (function := function_of(line)) is not None}:
         tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text())

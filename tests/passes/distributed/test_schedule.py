@@ -66,6 +66,7 @@ def test_statistics_are_awaited_where_they_are_used_with_work_in_between(path: s
     assert all(order[v] < k for k, n in enumerate(nodes) for v in n.inputs if v in order)
 
 
+@pytest.mark.full
 def test_shared_statistics_are_not_differentiated_twice(path: str) -> None:
     program = graphc.compile(
         path, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1), sync_batchnorm=True,

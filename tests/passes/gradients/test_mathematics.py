@@ -92,7 +92,7 @@ def label(case: Case) -> str:
     return f"{case[0]}({','.join(map(str, [*shapes, *case[2].values()]))})"
 
 
-@pytest.mark.parametrize("symbolic", [pytest.param(False, marks=pytest.mark.full), True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("symbolic", [pytest.param(False, marks=pytest.mark.large), True], ids=["static", "symbolic"])
 @pytest.mark.parametrize("case", CASES, ids=label)
 def test_rule_agrees_with_differences(case: Case, symbolic: bool) -> None:
     op_type, inputs, attributes = case

@@ -132,6 +132,7 @@ class Auto(nn.Module):
         return self.last(mean + torch.randn_like(spread) * torch.exp(0.5 * spread))  # type: ignore[no-any-return]
 
 
+@pytest.mark.full
 def test_a_pytorch_module_samples_and_drops_channels() -> None:
     x = torch.randn(6, 1, 6, 6)
     compiled = graphc.compile(
