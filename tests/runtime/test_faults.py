@@ -93,7 +93,7 @@ def check_the_end(run: Run, done: Done, message: str) -> None:
         assert {flight.rank for flight in load(Path(found[1]))} <= set(range(run.size))
 
 
-@pytest.mark.parametrize("seed", moments("loader", 1))
+@pytest.mark.parametrize("seed", moments("loader", 1, large=[0]))
 def test_an_exception_in_the_data_loader(seed: int, tmp_path: Path) -> None:
     run = start("loader", seed, tmp_path, moment=random.Random(seed).randrange(1000))
     done = run.end()

@@ -13,12 +13,12 @@ import pytest
 from graphc.distributed.threads import run_threads
 from tests.parameter_server.parameter_server_cases import COUNTING, OPTIMIZERS, train
 from tests.runtime.mpi_run import Done, map_ranks, run_mpi
-from tests.tiers import params
 
 pytestmark = [pytest.mark.full, pytest.mark.mpi]
 
 
-@pytest.mark.parametrize("optimizer", params(OPTIMIZERS, large=["sgd"]))
+@pytest.mark.large  # threads have the same bits in tests/parameter_server; below, processes train by the command line
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_synchronous_is_mirrored_to_the_bit(optimizer: str, exported: Callable[[str], str]) -> None:
     """The mirrored workers are threads: two ranks have one sum, whoever adds it."""
     path = exported("mlp")

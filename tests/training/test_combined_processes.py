@@ -52,6 +52,7 @@ def in_pieces(workers: int, runs: list[Run], each: int = 2) -> list[Any]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("workers", "runs"), [pytest.param(4, FOUR[1:2], id="4"), *in_pieces(2, TWO, 4), *in_pieces(4, FOUR)])
+@pytest.mark.large  # a stage, a shard and a replica a process have tests of their own; threads combine them
 def test_processes_compute_what_one_worker_does(workers: int, runs: list[Run]) -> None:
     compare(workers, runs, 4, 8)
 

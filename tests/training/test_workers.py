@@ -58,7 +58,8 @@ def test_workers_in_threads_follow_one(name: str, workers: int, exported: Callab
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", params(ALIKE, large=("lenet", "transformer-small")))
+@pytest.mark.large  # tests/cli/test_train.py trains two processes beside one
+@pytest.mark.parametrize("name", ALIKE)
 def test_mpi_workers_follow_one(name: str, exported: Callable[[str], str]) -> None:
     path = exported(name)
     (one,) = run_threads(1, lambda comm: train(comm, path, name, 6))

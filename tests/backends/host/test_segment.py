@@ -261,7 +261,7 @@ def test_a_training_with_fused_kernels_follows_pytorch(threads: int) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.large  # the next test keeps whole segments, with their machine code
 def test_machine_code_is_kept_for_the_next_process_and_made_again_where_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("options", "workers"), params(product(OPTIONS, (1, 2)), large=[(options, 1) for options in OPTIONS[1:]]), ids=str
+    ("options", "workers"),
+    params(product(OPTIONS, (1, 2)), large=[*((options, 1) for options in OPTIONS[1:]), (OPTIONS[3], 2)]),
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_training_gives_the_same_bits_from_less_memory(
