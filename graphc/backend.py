@@ -83,7 +83,8 @@ class Kernel:
     """A native kernel of one backend.
 
     Attributes:
-        dtypes: element types of the first floating input for which the kernel may be chosen.
+        dtypes: element types for which the kernel may be chosen: of the first floating input, or, where no input is floating,
+            of the first output.
         when: further condition on the node (its shapes are static when this is asked).
         inplace: output index → input index whose buffer the output may take over.
     """
@@ -96,8 +97,8 @@ class Kernel:
     inplace: Mapping[int, int]
 
     def accepts(self, node: ir.Node) -> bool:
-        floats = [v.dtype for v in node.inputs if v is not None and v.dtype is not None and v.dtype.is_floating_point()]
-        if floats and floats[0] not in self.dtypes:
+        floats = (v.dtype for v in node.inputs if v is not None and v.dtype is not None and v.dtype.is_floating_point())
+        if next(floats, node.outputs[0].dtype) not in self.dtypes:
             return False
         return self.when is None or self.when(node)
 

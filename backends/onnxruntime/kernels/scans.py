@@ -11,15 +11,14 @@ from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
 from graphc.backends.onnxruntime.kernels.jit import exact
 from graphc.device import Array, Run
-from graphc.ir.facts import constant, static_dims
+from graphc.ir.facts import constant, required, static_dims
 
 _COLUMNS = 64
 """Neighbours that run side by side."""
 
 
 def _axis_is_known(node: ir.Node) -> bool:
-    x = node.inputs[0]
-    shape = static_dims(x) if x is not None and x.dtype == ir.DataType.FLOAT else None
+    shape = static_dims(required(node.inputs[0]))
     return constant(node.inputs[1]) is not None and shape is not None and 0 not in shape
 
 

@@ -282,7 +282,7 @@ def _running_average(running, batch, c, start, stop):
         running[i] = running[i] * keep + batch[i] * take
 
 
-@kernel("onnxruntime", "graphc::Increment", inplace=_in_place("Increment"))
+@kernel("onnxruntime", "graphc::Increment", dtypes=(ir.DataType.INT64,), inplace=_in_place("Increment"))
 def increment(k: Binding) -> Run:
     (step,), (next_step,) = given(k.inputs, 1), given(k.outputs, 1)
 

@@ -13,10 +13,12 @@ from typing import Any
 import ml_dtypes
 import numba
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
 from graphc.backend import Binding, native_kernel
+from graphc.cli import main
 from graphc.device import aligned_zeros
 from graphc.ir.declare import declaration_of
 from graphc.ir.ops.attention import operand_axes, packed
@@ -227,6 +229,45 @@ def test_sorts_like_pytorch(shape: tuple[int, ...], axis: int, largest: int, cou
     got = native("TopK", [x, np.array([taken])], {"axis": axis, "largest": largest}, pool, wanted, (1,))
     np.testing.assert_array_equal(got[0], wanted[0])
     np.testing.assert_array_equal(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "float64"])
+def test_sorts_of_other_types_are_those_of_numpy(dtype: str, tmp_path: Path) -> None:
+    """Also a large product and a running sum: their kernels are for float32."""
+    x = np.array([-(2**40), 2**40 + 1, 2**40, 7, 3] if dtype == "int64" else [9, 1, 5, 7, 3]).astype(dtype)[
+        rng.integers(0, 5, 40)
+    ]
+    a = np.ones((128, 128), np.int32 if dtype == "uint8" else dtype)
+    kind, product = onnx.helper.np_dtype_to_tensor_dtype(x.dtype), onnx.helper.np_dtype_to_tensor_dtype(a.dtype)
+    node = onnx.helper.make_node
+    nodes = [
+        node("TopK", ["x", "k"], ["least", "least_at"], largest=0),
+        node("TopK", ["x", "k"], ["most", "most_at"]),
+        node("MatMul", ["a", "a"], ["squared"]),
+        node("CumSum", ["a", "axis"], ["sums"]),
+    ]
+    value = onnx.helper.make_tensor_value_info
+    outputs = [value(name, kind, [40]) for name in ("least", "most")]
+    outputs += [value(name, onnx.TensorProto.INT64, [40]) for name in ("least_at", "most_at")]
+    outputs += [value(name, product, [128, 128]) for name in ("squared", "sums")]
+    inputs = [value("x", kind, [40]), value("a", product, [128, 128])]
+    constants = [onnx.numpy_helper.from_array(np.array(number), name) for name, number in (("k", [40]), ("axis", 0))]
+    graph = onnx.helper.make_graph(nodes, "g", inputs, outputs, constants)
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=9), tmp_path / "m.onnx"
+    )
+    np.savez(tmp_path / "i.npz", x=x, a=a)
+    files = [str(tmp_path / "m.onnx"), "--inputs", str(tmp_path / "i.npz"), "-o", str(tmp_path / "o.npz")]
+    assert main(["run", *files, "--backend", "onnxruntime"]) == 0
+    order = np.argsort(x, kind="stable")
+    reverse = 39 - np.argsort(x[::-1], kind="stable")[::-1]
+    with np.load(tmp_path / "o.npz") as got:
+        np.testing.assert_array_equal(got["least_at"], order)
+        np.testing.assert_array_equal(got["least"], x[order])
+        np.testing.assert_array_equal(got["most_at"], reverse)
+        np.testing.assert_array_equal(got["most"], x[reverse])
+        np.testing.assert_array_equal(got["squared"], a @ a)
+        np.testing.assert_array_equal(got["sums"], np.cumsum(a, 0))
 
 
 @pytest.mark.parametrize("points", [2, 3, 5, 7, 11, 13, 16, 30, 44, 128, 343, 400, 1001])
