@@ -22,9 +22,9 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
+from graphc.frontends import torch_experts, torch_rnn
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
-from graphc.frontends.torch_rnn import translations, without_steps
 from graphc.ir.builder import Builder
 from graphc.ir.exporter_records import padding_row
 from graphc.ir.facts import FLOATS
@@ -251,10 +251,10 @@ def _with_dynamo(
         "dynamo": True,
         "optimize": False,
         "opset_version": _OPSET,
-        "custom_translation_table": translations(),
+        "custom_translation_table": torch_rnn.translations() | torch_experts.translations(),
         "verbose": False,
     }
-    with without_steps():
+    with torch_rnn.without_steps(), torch_experts.of_any_type():
         try:
             captured = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
             _detach_without_gradients(captured)

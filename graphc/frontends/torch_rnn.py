@@ -76,7 +76,7 @@ def _translation(activation: str) -> Callable[..., Any]:
     return rnn
 
 
-_REPLACING = threading.RLock()
+REPLACING = threading.RLock()
 """Held while PyTorch's tables are changed: a second thread would put back what the first one has put there."""
 
 
@@ -96,7 +96,7 @@ def without_steps() -> Iterator[None]:
     for operator in operators:
         kernels = getattr(operator, "py_kernels", {})
         places += [(kernels, key) for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)]
-    with _REPLACING:
+    with REPLACING:
         kept = [(table, key, table[key]) for table, key in places if key in table]
         try:
             for table, key, decomposition in kept:

@@ -110,7 +110,27 @@ def _check_window(op_type: str, x: ir.Value | None, attributes: Mapping[str, ir.
     taps, shape = attributes.get("kernel_shape"), _shape(x)
     if taps is None or taps.is_ref() or shape is None:
         return
-    for count, size in zip(taps.as_ints(), shape[2:], strict=False):
+    for axis, (count, size) in enumerate(zip(taps.as_ints(), shape[2:], strict=False)):
         most = max(_FEW_TAPS, 2 * size) if isinstance(size, int) else count
-        if count > most:
+        if count > most and (not isinstance(size, int) or covered_once(attributes, axis, size) is None):
             raise ModelError(f"{op_type} has a window of {count} elements over an axis of {size}; at most {most} make sense")
+
+
+def covered_once(attributes: Mapping[str, ir.Attr], axis: int, size: int) -> int | None:
+    """Elements of a spatial axis and its padding, if a pool with ``ceil_mode`` has one window there that reaches beyond them.
+
+    A window as long as that has the same result. None: there are more windows, or none.
+    """
+    ceil, taps = attributes.get("ceil_mode"), attributes["kernel_shape"].as_ints()
+    if ceil is None or ceil.is_ref() or not ceil.as_int():
+        return None
+    settings: dict[str, Sequence[int]] = {"strides": [1] * len(taps), "dilations": [1] * len(taps), "pads": [0] * 2 * len(taps)}
+    for name, default in settings.items():
+        given = attributes.get(name)
+        if given is not None and (given.is_ref() or len(given.as_ints()) != len(default)):
+            return None
+        settings[name] = default if given is None else given.as_ints()
+    strides, dilations, pads = settings.values()
+    total = size + pads[axis] + pads[axis + len(taps)]
+    beyond = taps[axis] - total
+    return total if dilations[axis] == 1 and 0 < beyond < strides[axis] else None

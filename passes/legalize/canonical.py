@@ -14,6 +14,7 @@ from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, unknown_rank
+from graphc.ir.operand_shapes import covered_once
 from graphc.ir.signatures import index_operands
 from graphc.passes.parameters.promote import constant_tensor
 
@@ -39,6 +40,8 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
             node.replace_input_with(k, op.int64(value))
     if node.op_type in _WINDOWED:
         explicit_pads(node)
+        if "ceil_mode" in node.attributes:
+            _trim_window(node)
     elif node.op_type == "STFT" and len(dims(_first(node)) or ()) == 2:  # runtimes disagree about a signal of two axes
         node.replace_input_with(0, op.Unsqueeze(node.inputs[0], [2]))
     elif node.op_type in _OF_ONE and len(node.inputs) == 1:
@@ -123,6 +126,19 @@ def _drop_unused_outputs(node: ir.Node) -> None:
         count -= 1
     if count != len(node.outputs):
         node.resize_outputs(count)
+
+
+def _trim_window(node: ir.Node) -> None:
+    """Cut a window of a pool at the end of its axis, where ``ceil_mode`` lets a single one reach beyond.
+
+    Some networks pool a map of any size so, with a window of as many elements as there are channels.
+    """
+    taps, sizes = _ints(node, "kernel_shape") or [], (dims(_first(node)) or ())[2:]
+    for axis, size in enumerate(sizes[: len(taps)]):
+        total = covered_once(node.attributes, axis, size) if isinstance(size, int) else None
+        if total is not None:
+            taps[axis] = total
+            node.attributes["kernel_shape"] = ir.AttrInt64s("kernel_shape", taps)
 
 
 def explicit_pads(node: ir.Node) -> bool:

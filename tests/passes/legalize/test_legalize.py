@@ -194,6 +194,32 @@ SINGLE: dict[str, tuple[int, list[onnx.NodeProto], dict[str, np.ndarray]]] = {
         [helper.make_node("AveragePool", ["x"], ["y"], auto_pad="SAME_UPPER", kernel_shape=[3, 3], strides=[2, 2])],
         {},
     ),
+    "average pool, a window beyond the map": (
+        13,
+        [helper.make_node("AveragePool", ["x"], ["y"], ceil_mode=1, kernel_shape=[640, 640], strides=[640, 640])],
+        {},
+    ),
+    "average pool, a window beyond the padding": (
+        13,
+        [
+            helper.make_node(
+                "AveragePool",
+                ["x"],
+                ["y"],
+                ceil_mode=1,
+                kernel_shape=[99, 3],
+                strides=[99, 2],
+                pads=[1, 1, 2, 1],
+                count_include_pad=1,
+            )
+        ],
+        {},
+    ),
+    "max pool, a window beyond the map": (
+        13,
+        [helper.make_node("MaxPool", ["x"], ["y"], ceil_mode=1, kernel_shape=[99, 2], strides=[99, 2])],
+        {},
+    ),
     "group norm per group": (
         18,
         [helper.make_node("GroupNormalization", ["x", "s", "t"], ["y"], num_groups=3)],

@@ -1,0 +1,70 @@
+"""Mixtures of experts, whose products have a weight per group of rows, train after export as PyTorch trains them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import graphc
+from graphc.errors import ModelError
+from graphc.frontends.torch import export
+
+
+class Experts(torch.nn.Module):
+    """Each row goes to two of four experts; rows lie side by side by expert, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = torch.nn.Linear(16, 4), torch.nn.Linear(16, 5)
+        self.up = torch.nn.Parameter(torch.randn(4, 16, 24) * 0.2)
+        self.down = torch.nn.Parameter(torch.randn(4, 16, 24) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share, expert = self.router(x).softmax(-1).topk(2)
+        owner, order = torch.sort(expert.reshape(-1))
+        counts = torch.histc(owner.float(), bins=4, min=0, max=3)
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        h = F.grouped_mm(x[order // 2], self.up, offs=ends).relu()
+        h = F.grouped_mm(h, self.down.transpose(1, 2), offs=ends) * share.reshape(-1)[order][:, None]
+        return self.head(torch.zeros_like(x).index_add(0, order // 2, h))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+def test_experts_train_as_in_pytorch(backend: str) -> None:
+    torch.manual_seed(0)
+    module, x, label = Experts(), torch.randn(24, 16), torch.randint(0, 5, (24,))
+    adjusted = graphc.optim.SGD(lr=0.3)
+    program = graphc.compile(
+        module, example_inputs=(x[:20],), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=adjusted, backend=backend
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(6):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(module(x), label)
+            loss.backward()
+            optimizer.step()
+            found = trainer.step({"x": x.numpy(), "label": label.numpy()})["loss"]
+            assert found == pytest.approx(loss.item(), rel=1e-5)
+        trained = trainer.trained_values()
+    for name, value in module.named_parameters():
+        np.testing.assert_allclose(trained[name], value.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_groups_of_columns_are_refused_by_name() -> None:
+    class Columns(torch.nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return F.grouped_mm(x, w, offs=torch.tensor([8, 16], dtype=torch.int32))
+
+    operands = torch.randn(2, 8, 16, dtype=torch.bfloat16), torch.randn(16, 16, dtype=torch.bfloat16)
+    with pytest.raises(ModelError, match="grouped_mm of ranks 3 and 2 has no translation: group rows of a matrix"):
+        export(Columns(), operands, dynamic_batch=False)
+
+
+def test_pytorch_is_as_it_was_after_an_export() -> None:
+    from torch._subclasses import fake_impls
+
+    export(torch.nn.Linear(3, 3), (torch.zeros(2, 3),))
+    assert torch.ops.aten._grouped_mm.default not in fake_impls.op_implementations_dict
