@@ -234,11 +234,20 @@ def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:
 def _has_many_pieces(node: ir.Node) -> bool:
     """Whether a kernel would take longer to find the operand of each element of a Concat than another runtime to copy them.
 
-    LLVM makes vectors of a choice of two; of more it makes branches, which are predicted where an operand has long pieces.
+    LLVM makes vectors of a choice of two; of more it makes branches, which are predicted where an operand has long pieces, in
+    the order in which a reader takes them: query, key and value of [3, n, heads, t, d] are short in [n, t, 3, heads, d].
     """
-    axis = node.attributes.get_int("axis", 0)
-    pieces = [math.prod(shape_of(v)[axis:]) for v in node.inputs if v is not None]
-    return len(pieces) > 4 or (len(pieces) > 2 and max(pieces) < 1024)
+    shape = shape_of(node.outputs[0])
+    axis = node.attributes.get_int("axis", 0) % len(shape)
+    sizes = [shape_of(v)[axis] for v in node.inputs if v is not None]
+    if len(sizes) <= 2:
+        return False
+    orders = [list(range(len(shape)))]
+    for user, _ in node.outputs[0].uses():
+        if user.op_type == "Transpose" and not user.domain and "perm" in user.attributes:
+            orders.append(list(user.attributes["perm"].as_ints()))
+    between = min(math.prod(shape[k] for k in order[order.index(axis) + 1 :]) for order in orders)
+    return len(sizes) > 4 or max(sizes) * between < 1024
 
 
 def _is_composite(node: ir.Node) -> bool:

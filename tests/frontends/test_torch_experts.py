@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 import graphc
 from graphc.errors import ModelError
@@ -26,8 +26,8 @@ class Experts(torch.nn.Module):
         owner, order = torch.sort(expert.reshape(-1))
         counts = torch.histc(owner.float(), bins=4, min=0, max=3)
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
-        h = F.grouped_mm(x[order // 2], self.up, offs=ends).relu()
-        h = F.grouped_mm(h, self.down.transpose(1, 2), offs=ends) * share.reshape(-1)[order][:, None]
+        h = functional.grouped_mm(x[order // 2], self.up, offs=ends).relu()
+        h = functional.grouped_mm(h, self.down.transpose(1, 2), offs=ends) * share.reshape(-1)[order][:, None]
         return self.head(torch.zeros_like(x).index_add(0, order // 2, h))  # type: ignore[no-any-return]
 
 
@@ -43,7 +43,7 @@ def test_experts_train_as_in_pytorch(backend: str) -> None:
     with graphc.Trainer(program, threads=1) as trainer:
         for _ in range(6):
             optimizer.zero_grad()
-            loss = F.cross_entropy(module(x), label)
+            loss = functional.cross_entropy(module(x), label)
             loss.backward()
             optimizer.step()
             found = trainer.step({"x": x.numpy(), "label": label.numpy()})["loss"]
@@ -56,7 +56,7 @@ def test_experts_train_as_in_pytorch(backend: str) -> None:
 def test_groups_of_columns_are_refused_by_name() -> None:
     class Columns(torch.nn.Module):
         def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            return F.grouped_mm(x, w, offs=torch.tensor([8, 16], dtype=torch.int32))
+            return functional.grouped_mm(x, w, offs=torch.tensor([8, 16], dtype=torch.int32))
 
     operands = torch.randn(2, 8, 16, dtype=torch.bfloat16), torch.randn(16, 16, dtype=torch.bfloat16)
     with pytest.raises(ModelError, match="grouped_mm of ranks 3 and 2 has no translation: group rows of a matrix"):

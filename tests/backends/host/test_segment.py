@@ -367,6 +367,24 @@ def test_a_concat_of_many_short_pieces_is_copied_by_onnxruntime(pieces: int, len
     np.testing.assert_array_equal(y, np.concatenate(arrays, axis=1) ** 2)
 
 
+@pytest.mark.parametrize(("width", "first"), [(2048, "kernel"), (8, "onnxruntime")])
+def test_a_concat_is_copied_where_its_reader_takes_short_pieces_of_it(width: int, first: str, backend: Backend) -> None:
+    """As query, key and value, one after the other in memory, are taken by rows."""
+    rows = (1 << 18) // width
+    names = ["q", "k", "v"]
+    inputs = ", ".join(f"float[1,{rows},{width}] {name}" for name in names)
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 21]> g ({inputs}) => (float[{rows},3,{width}] y) '
+        "{ c = Concat<axis = 0>(q, k, v) t = Transpose<perm = [1, 0, 2]>(c) y = Mul(t, t) }"
+    )
+    model = onnx.shape_inference.infer_shapes(model)
+    assert [part.runs for part in backend.segment_parts(model)] == list(dict.fromkeys([first, "kernel"]))
+    arrays = [np.random.default_rng(k).standard_normal((1, rows, width)).astype(np.float32) for k in range(3)]
+    y = np.zeros((rows, 3, width), np.float32)
+    backend.bind_segment(model, dict(zip(names, arrays, strict=True)), {"y": y})()
+    np.testing.assert_array_equal(y, np.concatenate(arrays).transpose(1, 0, 2) ** 2)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads where Linux lists them")
 def test_a_segment_of_small_nodes_starts_no_threads(backend: Backend) -> None:
     def started(size: int) -> int:
