@@ -42,7 +42,7 @@ def test_works(k): cupy.cuda.runtime.deviceSynchronize()
 }
 
 
-@pytest.mark.full
+@pytest.mark.large
 def test_a_missing_package_a_crash_a_hang_and_a_lost_gpu_cost_one_test_each(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()

@@ -90,7 +90,7 @@ def test_a_job_that_fails_leaves_the_others_their_results(results: list[Any], ca
     assert "failed: graphc: RuntimeError" in capsys.readouterr().out
 
 
-@pytest.mark.full
+@pytest.mark.large
 def test_a_side_that_does_not_get_ready_does_not_keep_the_other_waiting(results: list[Any]) -> None:
     assert gpu.main(["--dry", "--only", "resnet50", "--rounds", "2", "--patience", "3"]) == 1
     job = results[-1]["jobs"]["resnet50"]

@@ -120,7 +120,7 @@ def test_a_benchmark_that_is_skipped_is_no_success(script: Any, bundle: Path, tm
     assert run.summary["parts"]["D beside PyTorch"]["detail"] == "PyTorch sees no GPU"
 
 
-@pytest.mark.full
+@pytest.mark.large
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU")
 def test_without_a_gpu_it_ends_soon_and_says_what_failed(bundle: Path, tmp_path: Path) -> None:
     command = [sys.executable, bundle / "run.py", "run", "--bundle", bundle, "--output", tmp_path / "out", "--no-install"]

@@ -62,7 +62,7 @@ def test_the_memory_of_both_sides_holds_the_training_state() -> None:
     assert min(ours, theirs) > 0.9 * state > 0
 
 
-@pytest.mark.full
+@pytest.mark.large
 def test_the_command_for_a_gpu_times_both_sides_on_the_same_losses() -> None:
     """On the CPU, where the command takes the same path but for the devices."""
     command = [sys.executable, "-m", "graphc.bench.kinds.gpu", "dlrm", "--size", "small", "--precision", "tf32"]

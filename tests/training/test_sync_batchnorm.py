@@ -13,6 +13,7 @@ import torch
 from graphc.bench.models import build
 from graphc.distributed.threads import run_threads
 from tests.runtime.mpi_run import map_ranks
+from tests.tiers import params
 from tests.training import torch_models
 from tests.training.batchnorm_cases import feeds, follows, train
 
@@ -39,7 +40,7 @@ def path(tmp_path_factory: pytest.TempPathFactory, exported: Callable[[str], str
     return of
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp"])
+@pytest.mark.parametrize("name", params(["cnn", "mlp"], large=["cnn"]))
 def test_workers_follow_one_for_twenty_steps(name: str, path: Callable[[str], str]) -> None:
     (one,) = run_threads(1, lambda comm: train(comm, path(name), name, 20, 0.05, SIZE))
     for workers, edges in ((2, None), (2, [0, 3, SIZE]), (4, None), (4, [0, 1, 8, 10, SIZE])):

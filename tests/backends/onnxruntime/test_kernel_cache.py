@@ -26,7 +26,7 @@ PARTS = {
 }
 
 
-@pytest.mark.full  # four processes, two of which compile
+@pytest.mark.large  # four processes, two of which compile
 def test_a_second_start_needs_no_numba_until_a_function_of_another_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
