@@ -1,12 +1,15 @@
 """The kinds of models of the benchmark train as PyTorch trains them in float64.
 
-BatchNormalization over few samples amplifies the rounding of PyTorch's own float32 steps beyond the tolerance.
+BatchNormalization over few samples amplifies roundings: a ResNet-18's fourth loss is off by 1e-4 in PyTorch's own float32.
+Where that is more than the tolerance, twice as much is allowed.
 """
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,21 @@ from torch import nn
 
 import graphc
 from graphc.bench.kinds.models import KINDS
+
+
+def losses_of(module: nn.Module, inputs: tuple[torch.Tensor, ...], label: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The losses of four steps of PyTorch in the type of the module's parameters."""
+    module.train()
+    dtype = next(module.parameters()).dtype
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=1e-3), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        logits = module(*(x.to(dtype) if x.is_floating_point() else x for x in inputs))
+        loss = nn.functional.cross_entropy(logits.movedim(-1, 1) if label.dim() == 2 else logits, label)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return np.array(losses)
 
 
 @pytest.mark.large
@@ -41,17 +59,9 @@ def test_a_kind_follows_pytorch_step_by_step(name: str, fuse: str) -> None:
     feeds = dict(zip(names, (x.numpy() for x in inputs), strict=True)) | {"label": label.numpy()}
     with graphc.Trainer(program, threads=2) as trainer:
         found = [trainer.step(feeds)["loss"] for _ in range(4)]
-    module.double().train()
-    inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
-    optimizer, expected = torch.optim.SGD(module.parameters(), lr=1e-3), []
-    for _ in range(4):
-        optimizer.zero_grad()
-        logits = module(*inputs)
-        loss = nn.functional.cross_entropy(logits.movedim(-1, 1) if label.dim() == 2 else logits, label)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    exact, single = (losses_of(copy.deepcopy(module).to(dtype), inputs, label) for dtype in (torch.float64, torch.float32))
+    allowed = np.maximum(1e-5 * np.abs(exact), 2 * np.abs(single - exact))
+    np.testing.assert_array_less(np.abs(found - exact), allowed)
 
 
 @pytest.mark.large
