@@ -35,19 +35,17 @@ class Experts(torch.nn.Module):
 def test_experts_train_as_in_pytorch(backend: str) -> None:
     torch.manual_seed(0)
     module, x, label = Experts(), torch.randn(24, 16), torch.randint(0, 5, (24,))
-    adjusted = graphc.optim.SGD(lr=0.3)
-    program = graphc.compile(
-        module, example_inputs=(x[:20],), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=adjusted, backend=backend
-    )
+    loss, rule = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.3)
+    program = graphc.compile(module, example_inputs=(x[:20],), loss=loss, optimizer=rule, backend=backend)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     with graphc.Trainer(program, threads=1) as trainer:
         for _ in range(6):
             optimizer.zero_grad()
-            loss = functional.cross_entropy(module(x), label)
-            loss.backward()
+            wanted = functional.cross_entropy(module(x), label)
+            wanted.backward()
             optimizer.step()
             found = trainer.step({"x": x.numpy(), "label": label.numpy()})["loss"]
-            assert found == pytest.approx(loss.item(), rel=1e-5)
+            assert found == pytest.approx(wanted.item(), rel=1e-5)
         trained = trainer.trained_values()
     for name, value in module.named_parameters():
         np.testing.assert_allclose(trained[name], value.detach().numpy(), rtol=1e-4, atol=1e-6)
