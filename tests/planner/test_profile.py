@@ -56,7 +56,10 @@ def test_other_shapes_and_attributes_are_other_steps() -> None:
 
 
 def test_measured_steps_add_up_to_a_training_step() -> None:
-    """Both are processor time of one thread; zeros in the place of data, and what is in the cache, make a difference."""
+    """Both are processor time of one thread; zeros in the place of data, and what is in the cache, make a difference.
+
+    They are measured in turn: a core that shares its units takes three times as long for the same step.
+    """
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["": 21]> net (float[batch, 512] x) => (float[batch, 512] y)'
         " { a = MatMul (x, w0)  b = Tanh (a)  c = MatMul (b, w1)  d = Tanh (c)  y = MatMul (d, w2) }"
@@ -65,18 +68,19 @@ def test_measured_steps_add_up_to_a_training_step() -> None:
     program = graphc.compile(model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
     plan = plan_of(program, 256)
     engine = make_backend("auto", threads=1, spin=False)
-    profile = profile_steps(plan.steps, engine, threads=1)
-    predicted = sum(profile.seconds(step) for step in plan.steps)
     shapes = feed_shapes(program.model, 256)
     feeds = {"x": np.full(shapes["x"], 0.5, np.float32), "label": np.zeros(256, np.int64)}
     with graphc.Trainer(program, threads=1) as trainer:
         trainer.step(feeds)
-        taken = []
+        predicted, taken = [], []
         for _ in range(5):
-            start = time.process_time()
-            trainer.step(feeds)
-            taken.append(time.process_time() - start)
-    assert 0.5 < predicted / min(taken) < 2
+            profile = profile_steps(plan.steps, engine, threads=1)
+            predicted.append(sum(profile.seconds(step) for step in plan.steps))
+            for _ in range(3):
+                start = time.process_time()
+                trainer.step(feeds)
+                taken.append(time.process_time() - start)
+    assert 0.5 < min(predicted) / min(taken) < 2
 
 
 def test_a_file_is_used_and_not_measured_again(tmp_path: Path) -> None:
