@@ -153,6 +153,7 @@ class Evaluation:
                         PassCall("gathers"),
                         PassCall("einsum"),
                         PassCall("attention", {"saves": "logsumexp"}),
+                        PassCall("grouped_products"),
                         PassCall("simplify"),
                         PassCall("verify"),
                     ],

@@ -60,6 +60,19 @@ def matmul(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     return lambda: op.MatMul(dz, transpose(op, b)), lambda: op.MatMul(transpose(op, a), dz)
 
 
+@gradient("graphc::GroupedMatMul")
+def grouped_matmul(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """y[s] = x[s]·w[owner[s]];  ∂x[s] = dy[s]·w[owner[s]]ᵀ,  ∂w[e] = Σ x[s]ᵀ·dy[s] over the rows of e"""
+    x, w, owner = operands(node, 3)
+    transposed, gathers = node.attributes.get_int("transB", 0), node.attributes.get_int("gathers", 0) or None
+    a, b = (dy, x) if transposed else (x, dy)
+    return (
+        lambda: op.graphc.GroupedMatMul(dy, w, owner, transB=1 - transposed or None, gathers=gathers),
+        lambda: op.graphc.GroupedMatMulGradWeight(a, b, owner, op.shape(w), gathers=gathers),
+        None,
+    )
+
+
 def _rows(op: Builder, x: ir.Value) -> Any:
     return x if rank(x) == 2 else op.Flatten(x, axis=rank(x) - 1)
 

@@ -31,12 +31,31 @@ class Experts(torch.nn.Module):
         return self.head(torch.zeros_like(x).index_add(0, order // 2, h))  # type: ignore[no-any-return]
 
 
+class Chosen(torch.nn.Module):
+    """Each row is multiplied by a copy of the matrices of its expert: as rows, as columns, and by an Einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.head = torch.nn.Linear(16, 4), torch.nn.Linear(16, 5)
+        self.up = torch.nn.Parameter(torch.randn(4, 16, 24) * 0.2)
+        self.mix = torch.nn.Parameter(torch.randn(4, 20, 24) * 0.2)
+        self.down = torch.nn.Parameter(torch.randn(4, 20, 16) * 0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert = self.router(x).argmax(-1) - 4  # negative indices count from the end
+        h = torch.bmm(x[:, None], self.up[expert])[:, 0].relu()
+        h = torch.bmm(self.mix[expert], h[:, :, None])[:, :, 0].relu()
+        return self.head(torch.einsum("sd,sdo->so", h, self.down[expert]))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Experts, Chosen])
 @pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
-def test_experts_train_as_in_pytorch(backend: str) -> None:
+def test_experts_train_as_in_pytorch(backend: str, kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
-    module, x, label = Experts(), torch.randn(24, 16), torch.randint(0, 5, (24,))
+    module, x, label = kind(), torch.randn(24, 16), torch.randint(0, 5, (24,))
     loss, rule = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.3)
     program = graphc.compile(module, example_inputs=(x[:20],), loss=loss, optimizer=rule, backend=backend)
+    assert [n.op_type for n in program.model.graph].count("GroupedMatMulGradWeight") == (2 if kind is Experts else 3)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     with graphc.Trainer(program, threads=1) as trainer:
         for _ in range(6):

@@ -129,7 +129,7 @@ def multiply_panels(a, a_row, a_step, rows, b, b_panel, depth, c, c_row, columns
             y, z = b + n // PANEL * b_panel + k * PANEL * 4, c + n * 4
             if columns - n < PANEL:
                 multiply_rows(x, a_row, a_step, y, PANEL * 4, piece, edge, PANEL * 4, rows)
-                _copy_edge(edge, z, c_row, rows, columns - n, more)
+                copy_edge(edge, z, c_row, rows, columns - n, more)
             elif more:
                 add_rows(x, a_row, a_step, y, PANEL * 4, piece, z, c_row, rows)
             else:
@@ -137,7 +137,7 @@ def multiply_panels(a, a_row, a_step, rows, b, b_panel, depth, c, c_row, columns
 
 
 @jit
-def _copy_edge(edge, c, c_row, rows, width, adds):
+def copy_edge(edge, c, c_row, rows, width, adds):
     """c = edge, or c += edge, for the first ``width`` columns of a panel."""
     for r in range(rows):
         x, y = array_of(floats_at(edge + r * PANEL * 4), (width,)), array_of(floats_at(c + r * c_row), (width,))
@@ -238,4 +238,4 @@ def _multiply(c, bias, table, parts, cell, start, stop):
                             rest = z + copied * z_row
                             multiply_rows(x + copied * a_row, a_row, a_step, y, PANEL * 4, depth, rest, z_row, height - copied)
                         if not whole:
-                            _copy_edge(edge, first_c + m * c_row + (n + p) * 4, c_row, height, width - p, adds)
+                            copy_edge(edge, first_c + m * c_row + (n + p) * 4, c_row, height, width - p, adds)

@@ -139,6 +139,14 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(601, 499), f(517, 601), transA=1, transB=1),
     ],
     "MatMul": [c(f(3, 65, 130), f(130, 129)), c(f(2, 3, 65, 130), f(2, 3, 130, 33)), c(f(2, 499, 601), f(2, 601, 517))],
+    "graphc::GroupedMatMul": [
+        c(f(300, 270), f(*w), rng.integers(-1, 6, 300), transB=transposed)
+        for w, transposed in (((5, 270, 37), 0), ((5, 550, 270), 1))
+    ],
+    "graphc::GroupedMatMulGradWeight": [
+        c(f(600, depth), f(600, width), rng.integers(-1, 3, 600), i(4, depth, width), constants=(3,))
+        for depth, width in ((101, 37), (7, 530))
+    ],
     "graphc::GatherGrad": [
         c(f(2, 2, 4099), np.array([[0, 4], [-5, 4]], kind), i(5, 4099), constants=(2,)) for kind in (np.int64, np.int32)
     ],

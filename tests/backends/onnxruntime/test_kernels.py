@@ -533,6 +533,17 @@ def test_gradient_of_a_gather_of_elements(shape: tuple[int, ...], axis: int, cou
         compare("graphc::GatherElementsGrad", arrays, {"axis": axis}, pool, constants=(2,))
 
 
+@pytest.mark.parametrize("rows", [1, 97, 600])
+@pytest.mark.parametrize(("experts", "depth", "width"), [(1, 5, 3), (3, 300, 33), (6, 97, 1030), (4, 16, 64)])
+def test_products_by_groups_of_rows(rows: int, experts: int, depth: int, width: int, pool: ThreadPool) -> None:
+    owner = rng.integers(-1, experts + 1, rows)
+    for owners in (owner, np.full_like(owner, experts - 1)):  # some rows have no matrix; all have the same one
+        x, dy, w = normal(rows, depth), normal(rows, width), normal(experts, depth, width)
+        compare("graphc::GroupedMatMul", [x, w, owners], {}, pool)
+        compare("graphc::GroupedMatMul", [dy, w, owners], {"transB": 1}, pool)
+        compare("graphc::GroupedMatMulGradWeight", [x, dy, owners, np.array(w.shape)], {}, pool, constants=(3,))
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((16, 20, 256), -1), ((3, 4, 5), 1), ((7, 3), -1)])
 def test_layer_normalization_forward(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
     size = shape[axis:] if axis > 0 else shape[-1:]

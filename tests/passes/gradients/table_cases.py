@@ -99,6 +99,14 @@ LINEAR = [
     c("MatMul", (5, 2, 3), (5, 3, 4)),
     c("MatMul", (5, 1, 2, 3), (6, 3, 4)),
     *(
+        c("graphc::GroupedMatMul", (5, 3), (2, 3, 4), i64([1, 0, owner, 1, 1]), gathers=int(owner == 0)) for owner in (0, 7)
+    ),
+    c("graphc::GroupedMatMul", (5, 3), (2, 4, 3), i64([1, 0, 0, 1, 1]), transB=1),
+    *(
+        c("graphc::GroupedMatMulGradWeight", (5, 3), (5, 4), i64([1, 0, owner, 1, 1]), i64([3, 3, 4]), gathers=int(owner == 0))
+        for owner in (0, 7)
+    ),
+    *(
         c("Gemm", (3, 2) if ta else (2, 3), (4, 3) if tb else (3, 4), (4,), transA=ta, transB=tb, alpha=0.5, beta=2.0)
         for ta, tb in itertools.product((0, 1), (0, 1))
     ),
