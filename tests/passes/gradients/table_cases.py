@@ -98,9 +98,7 @@ LINEAR = [
     c("MatMul", (2, 3), (5, 3, 4)),
     c("MatMul", (5, 2, 3), (5, 3, 4)),
     c("MatMul", (5, 1, 2, 3), (6, 3, 4)),
-    *(
-        c("graphc::GroupedMatMul", (5, 3), (2, 3, 4), i64([1, 0, owner, 1, 1]), gathers=int(owner == 0)) for owner in (0, 7)
-    ),
+    *(c("graphc::GroupedMatMul", (5, 3), (2, 3, 4), i64([1, 0, owner, 1, 1]), gathers=int(owner == 0)) for owner in (0, 7)),
     c("graphc::GroupedMatMul", (5, 3), (2, 4, 3), i64([1, 0, 0, 1, 1]), transB=1),
     *(
         c("graphc::GroupedMatMulGradWeight", (5, 3), (5, 4), i64([1, 0, owner, 1, 1]), i64([3, 3, 4]), gathers=int(owner == 0))
