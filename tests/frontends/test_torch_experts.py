@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import graphc
-from graphc.errors import ModelError
+from graphc.errors import GraphcError, ModelError
 from graphc.frontends.torch import export
 
 
@@ -85,3 +85,20 @@ def test_pytorch_is_as_it_was_after_an_export() -> None:
 
     export(torch.nn.Linear(3, 3), (torch.zeros(2, 3),))
     assert torch.ops.aten._grouped_mm.default not in fake_impls.op_implementations_dict
+
+
+def test_a_row_whose_matrix_does_not_exist_is_refused() -> None:
+    class Picked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(3, 8, 5))
+
+        def forward(self, x: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
+            return torch.bmm(x[:, None], self.w[owner])[:, 0]
+
+    feeds = {"x": np.ones((6, 8), np.float32), "owner": np.array([0, 1, 2, 3, 0, 1]), "label": np.zeros(6, np.int64)}
+    example = torch.zeros(6, 8), torch.zeros(6, dtype=torch.int64)
+    loss = graphc.losses.SoftmaxCrossEntropy()
+    program = graphc.compile(Picked(), example_inputs=example, loss=loss, optimizer=graphc.optim.SGD(lr=0.1))
+    with graphc.Trainer(program, threads=1) as trainer, pytest.raises(GraphcError, match=r"3 at owner\[3\] is outside -3"):
+        trainer.step(feeds)
