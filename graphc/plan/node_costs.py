@@ -17,7 +17,7 @@ from graphc.ir.subgraphs import bodies
 OPERATIONS_PER_BYTE = 10.0
 """Operations of a product that take as long as one byte to or from memory."""
 
-_PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
+_PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "GroupedMatMul"})
 
 _SELECTIONS = frozenset({"Gather", "GatherElements", "GatherND", "Slice"})
 """Ops that read no more than they write, and indices."""
@@ -46,6 +46,9 @@ def operations(node: ir.Node, batch: int) -> int:
         shape = dims(first) or ()
         inner = shape[-2 if node.attributes.get_int("transA", 0) and len(shape) > 1 else -1] if shape else 1
         return 2 * elements(out, batch) * (inner if isinstance(inner, int) else batch)
+    if node.op_type == "GroupedMatMulGradWeight" and second is not None:
+        width = (dims(second) or (1,))[-1]
+        return 2 * elements(first, batch) * (width if isinstance(width, int) else batch)
     name = node.op_type.removeprefix("ChannelsLast")
     if name in ("Conv", "ConvTranspose", "ConvGradInput", "ConvGradWeight") and second is not None:
         weight = out if name == "ConvGradWeight" else second

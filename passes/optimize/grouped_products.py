@@ -23,7 +23,7 @@ from graphc.passes.optimize.simplify import dead_code_elimination, replace
 from graphc.pipeline import Context, graph_pass
 
 MOST = 256
-"""Matrices at most that a Gather chooses from: a kernel looks for the rows of each one."""
+"""Matrices at most that a Gather chooses from. Of more, a step uses few, and the gradient of a Gather knows which."""
 
 
 @graph_pass("grouped_products", requires=("legalize",), changes="form")
@@ -57,6 +57,9 @@ def _masked(op: Builder, node: ir.Node) -> ir.Value | None:
     owner = _owner(condition, experts)
     if owner is None or x is None or _of(x) != (1, depth) or _of(masked.outputs[0]) != (experts, depth):
         return None
+    rows = {required(dims(value))[0] for value in (x, owner)}
+    if len(rows) > 1 and 1 in rows:
+        return None  # one row for several owners, or one owner for several rows
     fill = _producer(other, "CastLike")
     zero = other if fill is None else fill.inputs[0]
     if zero is None or not is_zero(zero) or required(dims(spread.outputs[0]))[1:] != (experts * depth,):

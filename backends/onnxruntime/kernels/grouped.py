@@ -71,20 +71,25 @@ def _bound(pool: Pool, function: object, owner: Array, held: tuple[Array, ...], 
     scratch = scratchpad_of(pool)
     scratch.reserve(each * parts)
     table = np.array([*numbers, block, each], dtype=np.int64)
-    rows = np.empty((parts, owner.size), dtype=np.int64)
-    run = pool.bind(function, (owner, rows, table, scratch.cell), parts)  # type: ignore[arg-type]
+    rows, ends = np.empty((parts, owner.size), dtype=np.int64), np.empty((parts, numbers[-1] + 1), dtype=np.int64)
+    run = pool.bind(function, (owner, rows, ends, table, scratch.cell), parts)  # type: ignore[arg-type]
     return lambda held=held: run()  # type: ignore[misc]
 
 
 @jit
-def _rows_of(owner, expert, rows):
-    """Write the numbers of the rows of one matrix to ``rows``; returns their count."""
-    count = 0
+def _sort(owner, rows, ends):
+    """Write to ``rows`` the numbers of all rows, those of one matrix side by side in order, and to ``ends`` where they end."""
+    experts = ends.size - 1
+    ends[:] = 0
     for s in range(owner.size):
-        if owner[s] == expert:
-            rows[count] = s
-            count += 1
-    return count
+        if 0 <= owner[s] < experts:
+            ends[owner[s] + 1] += 1
+    for e in range(experts):
+        ends[e + 1] += ends[e]
+    for s in range(owner.size):
+        if 0 <= owner[s] < experts:
+            rows[ends[owner[s]]] = s
+            ends[owner[s]] += 1
 
 
 @jit
@@ -120,11 +125,12 @@ def _clear(y, y_row, count, width):
 
 
 @jit
-def _grouped_matmul(owner, rows, table, cell, start, stop):
+def _grouped_matmul(owner, rows, ends, table, cell, start, stop):
     x, w, y, w_matrix, w_row, w_column, depth, width, experts, block, each = table
     parts, units = rows.shape[0], (width + block - 1) // block * experts
     for part in range(start, stop):
-        of_b, mine = cell[0] + part * each, rows[part]
+        of_b, mine, last = cell[0] + part * each, rows[part], ends[part]
+        _sort(owner, mine, last)
         of_a = of_b + (block // PANEL) * (DEPTH * PANEL + GAP) * 4
         of_c = of_a + DEPTH * ROW * 4
         for unit in range(units * part // parts, units * (part + 1) // parts):
@@ -134,25 +140,27 @@ def _grouped_matmul(owner, rows, table, cell, start, stop):
                 for s in range(owner.size):
                     if owner[s] < 0 or owner[s] >= experts:
                         _clear(y + (s * width + left) * 4, width * 4, 1, across)
-            count = _rows_of(owner, expert, mine)
+            first = last[expert - 1] if expert > 0 else 0
+            count = last[expert] - first
             for k in range(0, depth if count > 0 else 0, DEPTH):
                 piece = min(DEPTH, depth - k)
                 copy_to_panels(w + expert * w_matrix + k * w_row + left * w_column, w_row, w_column, piece, across, of_b)
                 for m in range(0, count, TALL):
                     height = min(TALL, count - m)
-                    _gather(x + k * 4, depth * 4, mine, m, height, piece, of_a, (DEPTH + GAP) * 4)
+                    _gather(x + k * 4, depth * 4, mine, first + m, height, piece, of_a, (DEPTH + GAP) * 4)
                     for p in range(0, across, PANEL):
                         panel = of_b + p // PANEL * (piece * PANEL + GAP) * 4
                         multiply_rows(of_a, (DEPTH + GAP) * 4, 4, panel, PANEL * 4, piece, of_c + p * 4, ROW * 4, height)
-                    _scatter(of_c, ROW * 4, mine, m, height, across, y + left * 4, width * 4, k > 0)
+                    _scatter(of_c, ROW * 4, mine, first + m, height, across, y + left * 4, width * 4, k > 0)
 
 
 @jit
-def _grouped_grad_weight(owner, rows, table, cell, start, stop):
+def _grouped_grad_weight(owner, rows, ends, table, cell, start, stop):
     x, dy, dw, depth, width, experts, block, each = table
     parts, units = rows.shape[0], (width + block - 1) // block * experts
     for part in range(start, stop):
-        of_b, mine = cell[0] + part * each, rows[part]
+        of_b, mine, last = cell[0] + part * each, rows[part], ends[part]
+        _sort(owner, mine, last)
         of_a = of_b + (block // PANEL) * (DEPTH * PANEL + GAP) * 4
         of_dy = of_a + DEPTH * ROW * 4
         edge = of_dy + DEPTH * ROW * 4
@@ -160,16 +168,17 @@ def _grouped_grad_weight(owner, rows, table, cell, start, stop):
             expert, left = unit % experts, unit // experts * block
             across = min(block, width - left)
             to = dw + (expert * depth * width + left) * 4
-            count = _rows_of(owner, expert, mine)
+            first = last[expert - 1] if expert > 0 else 0
+            count = last[expert] - first
             if count == 0:
                 _clear(to, width * 4, depth, across)
             for k in range(0, count, DEPTH):
                 piece = min(DEPTH, count - k)
-                _gather(dy + left * 4, width * 4, mine, k, piece, across, of_dy, ROW * 4)
+                _gather(dy + left * 4, width * 4, mine, first + k, piece, across, of_dy, ROW * 4)
                 copy_to_panels(of_dy, ROW * 4, 4, piece, across, of_b)
                 for m in range(0, depth, TALL):
                     height = min(TALL, depth - m)
-                    _gather(x + m * 4, depth * 4, mine, k, piece, height, of_a, (TALL + GAP) * 4)
+                    _gather(x + m * 4, depth * 4, mine, first + k, piece, height, of_a, (TALL + GAP) * 4)
                     for p in range(0, across, PANEL):
                         panel, z = of_b + p // PANEL * (piece * PANEL + GAP) * 4, to + (m * width + p) * 4
                         if across - p < PANEL:

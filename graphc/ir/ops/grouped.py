@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import Spec, declare, spec_of
 from graphc.ir.facts import constant, required, shape_of_result
 
 
 def _product(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    (dtype, rows), (_, weights) = spec_of(inputs[0]), spec_of(inputs[1])
-    return [(dtype, ir.Shape([required(rows)[0], required(weights)[1 if attributes["transB"] else 2]]))]
+    (dtype, rows), (_, weights), (_, owners) = (spec_of(value) for value in inputs)
+    count, own = required(rows)[0], required(owners)[0]
+    if isinstance(count, int) and isinstance(own, int) and count != own:
+        raise ModelError(f"GroupedMatMul has {count} rows and {own} owners; each row has one")
+    return [(dtype, ir.Shape([count, required(weights)[1 if attributes["transB"] else 2]]))]
 
 
 @declare("GroupedMatMul", inputs="x w owner", outputs="y", attributes={"transB": 0, "gathers": 0}, infer=_product)
@@ -24,10 +28,12 @@ def grouped_matmul(op: Builder, x: ir.Value, w: ir.Value, owner: ir.Value, *, tr
 
     Without a kernel every row meets every matrix, or, with ``gathers``, a matrix of its own, which then has to exist.
     """
+    if gathers:
+        own = op.Gather(w, owner, axis=0)
+        own = op.Transpose(own, perm=[0, 2, 1]) if transB else own
+        return op.Squeeze(op.MatMul(op.Unsqueeze(x, [1]), own), [1])  # type: ignore[no-any-return]
     if transB:
         w = op.Transpose(w, perm=[0, 2, 1])
-    if gathers:
-        return op.Squeeze(op.MatMul(op.Unsqueeze(x, [1]), op.Gather(w, owner, axis=0)), [1])  # type: ignore[no-any-return]
     return op.MatMul(_spread(op, x, owner, op.shape(w)), op.Flatten(w, axis=2))  # type: ignore[no-any-return]
 
 

@@ -544,6 +544,21 @@ def test_products_by_groups_of_rows(rows: int, experts: int, depth: int, width: 
         compare("graphc::GroupedMatMulGradWeight", [x, dy, owners, np.array(w.shape)], {}, pool, constants=(3,))
 
 
+def test_products_by_groups_of_rows_have_the_same_bits_on_any_number_of_threads() -> None:
+    x, dy, w, owner = normal(600, 300), normal(600, 333), normal(3, 300, 333), rng.integers(0, 3, 600)
+    for op, arrays, constants in (
+        ("graphc::GroupedMatMul", [x, w, owner], ()),
+        ("graphc::GroupedMatMulGradWeight", [x, dy, owner, np.array(w.shape)], (3,)),
+    ):
+        like = [np.empty((600, 333) if op.endswith("MatMul") else w.shape, np.float32)]
+        pools = [ThreadPool(threads) for threads in (1, 2, 3)]
+        found = [native(op, arrays, {}, pool, like, constants)[0] for pool in pools]
+        for pool in pools:
+            pool.close()
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((16, 20, 256), -1), ((3, 4, 5), 1), ((7, 3), -1)])
 def test_layer_normalization_forward(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
     size = shape[axis:] if axis > 0 else shape[-1:]
