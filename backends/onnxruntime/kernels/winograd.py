@@ -14,6 +14,8 @@ Source: A. Lavin, S. Gray, Fast Algorithms for Convolutional Neural Networks, 20
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from graphc.backend import Pool
@@ -51,7 +53,12 @@ _A, _GT = (tuple(zip(*matrix, strict=True)) for matrix in (_AT, _G))
 image_tile, weight_tile, slope_tile = (two_sided_function(matrix) for matrix in (_BT, _G, _A))
 result_tile, gradient_tile = two_sided_function(_AT, NOTHING), two_sided_function(_GT, ROUNDING, SMALL)
 window_of_weights, window_of_gradients = scratch_function(9 * PANEL), scratch_function(9 * LANES)
-small_places = scratch_function(9 * LANES)
+
+MOST_SMALL, WIDEST = 1024, 2048
+"""Places that are summed as the definition says at a time, and pixels in a row of an image, at most, where there can be such.
+"""
+small_places = scratch_function(MOST_SMALL)
+moved_slopes = scratch_function(3 * WIDEST)
 
 TILES = 64
 """Tiles of a block, about."""
@@ -61,7 +68,11 @@ GAP = 16
 """Floats between the 16 matrices of a block, which would otherwise share the same few sets of the cache."""
 
 
-WEIGHTS, FAR_WEIGHTS, FAR = {"forward": 32, "input": 32, "weight": 4}, 128, 1 << 15
+WEIGHTS, FAR_WEIGHTS, FAR = (
+    {"forward": 32, "input": 32, "weight": 4},
+    {"forward": 128, "input": 128, "weight": 48},
+    1 << 15,
+)
 """Multiplications that transforming a weight costs for each of its 16 numbers; where as many pairs of channels leave the cache,
 on cores whose products are twice as fast (AVX-512), it costs more."""
 
@@ -78,7 +89,11 @@ def is_faster(kind: str, window: Window, x: tuple[int, ...], y: tuple[int, ...])
         return False
     direct = 9.0 * x[0] * y[2] * y[3] * x[1] * y[1]
     if kind == "weight":
-        return x[0] * -(-y[2] // 2) * -(-y[3] // 2) >= SUMMED and multiplications(kind, x, y) < 0.95 * 1.3 * direct
+        return (
+            x[3] <= WIDEST
+            and x[0] * -(-y[2] // 2) * -(-y[3] // 2) >= SUMMED
+            and multiplications(kind, x, y) < 0.95 * 1.3 * direct
+        )
     return multiplications(kind, x, y) < 0.95 * direct
 
 
@@ -96,7 +111,7 @@ def multiplications(kind: str, x: tuple[int, ...], y: tuple[int, ...]) -> float:
     else:
         read, written = (channels, outs) if kind == "forward" else (outs, channels)
         columns, transformed = read * _whole(written, PANEL), 9 * read + 6 * written
-    weights = FAR_WEIGHTS if LANES == 16 and channels * outs > FAR else WEIGHTS[kind]
+    weights = (FAR_WEIGHTS if LANES == 16 and channels * outs > FAR else WEIGHTS)[kind]
     return 16 * (tiles * (1.1 * columns + transformed) + weights * channels * outs)
 
 
@@ -126,23 +141,22 @@ def _bind_convolution(
         begin: padding before x.
         turned: w holds, for each channel of x, those of y, and its window is turned by half a turn, as for a data gradient.
     """
-    strips, blocks, tall, wide = _blocks(y)
-    channels, outs, tiles = x.shape[1], y.shape[1], strips * wide
+    channels, outs = x.shape[1], y.shape[1]
     panels = -(-outs // PANEL)
+    cut = _cut(y, pool.threads, panels, 9.0 * channels, PANEL * (1.1 * channels + 6), channels * PANEL)
     weights = panels * 16 * channels * PANEL
     sizes = (
-        16 * (tiles * _whole(channels, LANES) + GAP),
-        16 * (tiles * PANEL + GAP),
-        _rows_of(strips, tall) * (2 * wide + 2) * LANES,
+        16 * (cut.tiles * _whole(channels, LANES) + GAP),
+        16 * (cut.tiles * PANEL + GAP),
+        cut.most_rows * (2 * cut.wide + 2) * LANES,
     )
-    each, parts = _whole(sum(sizes), 16), min(pool.threads, blocks)
-    scratch.reserve(4 * (weights + parts * each))
+    each = _whole(sum(sizes), 16)
+    scratch.reserve(4 * (weights + cut.shares * each))
     added = bias if bias is not None else np.zeros(outs, dtype=np.float32)
-    geometry = np.array([strips, tall, wide, *begin, weights, each, parts, blocks], dtype=np.int64)
     return in_order(
         [
             pool.bind(_transform_weights, (w, channels, outs, int(turned), scratch.cell), panels * channels, 64),
-            pool.bind(_convolve, (x, added, y, geometry, scratch.cell), parts),
+            pool.bind(_convolve, (x, added, y, cut.geometry(*begin, weights, each), scratch.cell), cut.shares),
         ]
     )
 
@@ -150,36 +164,94 @@ def _bind_convolution(
 def weight_gradient(pool: Pool, scratch: Scratchpad, x: Array, dy: Array, dw: Array, window: Window) -> Run:
     """dw of y = Conv(x, w)"""
     assert window.begin is not None
-    strips, blocks, tall, wide = _blocks(dy)
-    channels, outs, tiles = x.shape[1], dy.shape[1], strips * wide
-    parts = min(pool.threads, blocks)
-    total = 16 * outs * _whole(channels, PANEL)
+    channels, outs = x.shape[1], dy.shape[1]
+    deep, units = _whole(channels, PANEL), -(-outs // LANES)
+    cut = _cut(dy, pool.threads, units, 9.0 * channels, LANES * (1.1 * deep + 9), deep * LANES, sums=True)
+    total = 16 * outs * deep
     sizes = (
-        16 * (tiles * _whole(channels, PANEL) + GAP),
-        16 * (tiles * _whole(outs, LANES) + GAP),
-        _rows_of(strips, tall) * (2 * wide + 2) * LANES,
+        16 * (cut.tiles * deep + GAP),
+        16 * (cut.tiles * units * LANES + GAP),
+        cut.most_rows * (2 * cut.wide + 2) * LANES,
     )
     each = _whole(sum(sizes), 16)
-    scratch.reserve(4 * parts * (total + each))
-    geometry = np.array([strips, tall, wide, *window.begin, total, each, parts, blocks], dtype=np.int64)
+    scratch.reserve(4 * (cut.parts * total + cut.shares * each))
+    geometry = cut.geometry(*window.begin, total, each)
     return in_order(
         [
-            pool.bind(_weight_products, (x, dy, geometry, scratch.cell), parts),
+            pool.bind(_weight_products, (x, dy, geometry, scratch.cell), cut.shares),
             pool.bind(_weight_gradient, (x, dy, dw, geometry, scratch.cell), outs, max(1, 4096 // channels)),
         ]
     )
 
 
-def _blocks(y: Array) -> tuple[int, int, int, int]:
-    """Rows of tiles in a block, blocks, rows of tiles in an image, tiles in such a row."""
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How threads share the tiles of a result: each takes a part of the blocks, and a range of the channels there.
+
+    Attributes:
+        strips, blocks: rows of tiles in a block, and blocks.
+        tall, wide: rows of tiles in an image, and tiles in such a row.
+        parts, ranges: of the blocks, and of the channels of the result.
+    """
+
+    strips: int
+    blocks: int
+    tall: int
+    wide: int
+    parts: int
+    ranges: int
+
+    @property
+    def shares(self) -> int:
+        return self.parts * self.ranges
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block."""
+        return self.strips * self.wide
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of pixels that a block copies of one image."""
+        return 2 * min(self.strips, self.tall) + 2
+
+    def geometry(self, *others: int) -> Array:
+        """What compiled code knows of it."""
+        numbers = (self.strips, self.tall, self.wide, *others, self.blocks, self.parts, self.ranges)
+        return np.array(numbers, dtype=np.int64)
+
+
+HELD = 4.0
+"""Multiplications that a block costs for each weight, or sum, that passes through the cache."""
+
+
+def _cut(y: Array, threads: int, units: int, of_tile: float, of_unit: float, weights: int, *, sums: bool = False) -> _Cut:
+    """Share the tiles of y so that the busiest thread has the least to do.
+
+    Images of few pixels have too few tiles for many threads, which take channels of their own there: each then transforms the
+    images that it reads by itself.
+
+    Args:
+        units: into which the channels of y are divided.
+        of_tile, of_unit: multiplications for a tile, and for a unit of its channels besides.
+        weights: of a unit.
+        sums: every part has a sum of all weights, which are added.
+    """
     tall, wide = -(-y.shape[2] // 2), -(-y.shape[3] // 2)
-    strips = min(max(1, TILES // wide), y.shape[0] * tall)
-    return strips, -(-y.shape[0] * tall // strips), tall, wide
+    rows = y.shape[0] * tall
 
+    def shared(parts: int) -> tuple[float, _Cut]:
+        ranges = min(threads // parts, units)
+        blocks = min(rows, _whole(-(-rows // max(1, TILES // wide)), parts))
+        strips = -(-rows // blocks)
+        blocks = -(-rows // strips)
+        busiest, each = -(-blocks // parts), -(-units // ranges)
+        time = busiest * (strips * wide * (of_tile + each * of_unit) + HELD * each * weights)
+        if sums:
+            time += HELD * units * weights * parts / threads
+        return time, _Cut(strips, blocks, tall, wide, min(parts, blocks), ranges)
 
-def _rows_of(strips: int, tall: int) -> int:
-    """Most rows of pixels that a block copies of one image."""
-    return 2 * min(strips, tall) + 2
+    return min((shared(parts) for parts in range(1, min(threads, rows) + 1)), key=lambda found: found[0])[1]
 
 
 @jit
@@ -272,20 +344,22 @@ def _transform_results(source, step, c, first, last, tall, wide, bias, buffer, y
 
 @jit
 def _convolve(x, bias, y, geometry, cell, start, stop):
-    strips, tall, wide, begin_h, begin_w, weights, each, parts, blocks = geometry
+    strips, tall, wide, begin_h, begin_w, weights, each, blocks, parts, ranges = geometry
     channels, outs, total = x.shape[1], y.shape[1], x.shape[0] * tall
+    panels = -(-outs // PANEL)
     deep, most = -(-channels // LANES) * LANES, strips * wide
     step, small = (most * deep + GAP) * 4, (most * PANEL + GAP) * 4
-    for part in range(start, stop):
-        v = cell[0] + (weights + part * each) * 4
+    for share in range(start, stop):
+        part, own = share // ranges, share % ranges
+        v = cell[0] + (weights + share * each) * 4
         p = v + 16 * step
         buffer = p + 16 * small
         for block in range(blocks * part // parts, blocks * (part + 1) // parts):
             first, last = block * strips, min(total, (block + 1) * strips)
             for c in range(0, channels, LANES):
                 _transform_images(x, c, first, last, tall, wide, begin_h, begin_w, 2, buffer, v + c * 4, step, deep * 4)
-            u = cell[0]
-            for panel in range(-(-outs // PANEL)):
+            for panel in range(panels * own // ranges, panels * (own + 1) // ranges):
+                u = cell[0] + panel * 16 * channels * PANEL * 4
                 for k in range(16):
                     multiply_rows(
                         v + k * step, deep * 4, 4, u, PANEL * 4, channels, p + k * small, PANEL * 4, (last - first) * wide
@@ -299,13 +373,16 @@ def _convolve(x, bias, y, geometry, cell, start, stop):
 
 @jit
 def _weight_products(x, dy, geometry, cell, start, stop):
-    """sums[part, k, m, c] = Σ over the tiles of the part (A dy Aᵀ)[k, m] · (Bᵀ x B)[k, c]"""
-    strips, tall, wide, begin_h, begin_w, size, each, parts, blocks = geometry
+    """sums[part, k, m, c] = Σ over the tiles of the part (A dy Aᵀ)[k, m] · (Bᵀ x B)[k, c], for the m of a range"""
+    strips, tall, wide, begin_h, begin_w, size, each, blocks, parts, ranges = geometry
     channels, outs, total = x.shape[1], dy.shape[1], dy.shape[0] * tall
     deep, high, most = -(-channels // PANEL) * PANEL, -(-outs // LANES) * LANES, strips * wide
     step, other = (most * deep + GAP) * 4, (most * high + GAP) * 4
-    for part in range(start, stop):
-        v = cell[0] + (parts * size + part * each) * 4
+    for share in range(start, stop):
+        part, own = share // ranges, share % ranges
+        units = high // LANES
+        low, top = units * own // ranges * LANES, min(outs, units * (own + 1) // ranges * LANES)
+        v = cell[0] + (parts * size + share * each) * 4
         z = v + 16 * step
         buffer = z + 16 * other
         begin, end = blocks * part // parts, blocks * (part + 1) // parts
@@ -314,28 +391,28 @@ def _weight_products(x, dy, geometry, cell, start, stop):
             tiles = (last - first) * wide
             for c in range(0, deep, LANES):
                 _transform_images(x, c, first, last, tall, wide, begin_h, begin_w, 2, buffer, v + c * 4, step, deep * 4)
-            for c in range(0, outs, LANES):
+            for c in range(low, top, LANES):
                 _transform_images(dy, c, first, last, tall, wide, 0, 0, 0, buffer, z + c * 4, other, high * 4)
             for k in range(16):
                 for c in range(0, deep, PANEL):
-                    a, b = z + k * other, v + k * step + c * 4
-                    sums = cell[0] + (part * size + k * outs * deep + c) * 4
+                    a, b = z + k * other + low * 4, v + k * step + c * 4
+                    sums = cell[0] + (part * size + (k * outs + low) * deep + c) * 4
                     if block == begin:
-                        multiply_rows(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, outs)
+                        multiply_rows(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, top - low)
                     else:
-                        add_rows(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, outs)
+                        add_rows(a, 4, high * 4, b, deep * 4, tiles, sums, deep * 4, top - low)
 
 
 @jit
 def _weight_gradient(x, dy, dw, geometry, cell, start, stop):
     """dw = Gᵀ sums G, of the sums of all parts."""
-    begin_h, begin_w, parts = geometry[3], geometry[4], geometry[7]
+    begin_h, begin_w, parts = geometry[3], geometry[4], geometry[8]
     outs, channels = dw.shape[0], dw.shape[1]
     deep = -(-channels // PANEL) * PANEL
     sums = array_of(floats_at(cell[0]), (parts, 16, outs, deep))
     place = window_of_gradients()
     buffer = array_of(floats_at(place), (3, 3, LANES))
-    small = array_of(floats_at(small_places()), (9 * LANES,))
+    small = array_of(floats_at(small_places()), (MOST_SMALL,))
     step = outs * deep * 4
     for m in range(start, stop):
         for part in range(1, parts):
@@ -343,6 +420,7 @@ def _weight_gradient(x, dy, dw, geometry, cell, start, stop):
                 total, other = sums[0, k, m], sums[part, k, m]
                 for c in range(deep):
                     total[c] += other[c]
+        count = 0
         for c in range(0, channels, LANES):
             source = cell[0] + (m * deep + c) * 4
             some_small = gradient_tile(source, 4 * step, step, place, 3 * LANES * 4, LANES * 4)
@@ -351,14 +429,15 @@ def _weight_gradient(x, dy, dw, geometry, cell, start, stop):
                     for j in range(3):
                         dw[m, c + lane, i, j] = buffer[i, j, lane]
             if some_small:
-                count = 0
                 for lane in range(min(LANES, channels - c)):
                     least = SMALL * _largest(sums, m, c + lane)
                     for tap in range(9):
                         if 0.0 < abs(buffer[tap // 3, tap % 3, lane]) < least:
-                            small[count] = 9 * lane + tap
+                            small[count] = 9 * (c + lane) + tap
                             count += 1
-                _sum_small(x[:, c : c + LANES], dy[:, m], dw[m, c : c + LANES], begin_h, begin_w, small[:count])
+            if count > 0 and (count > MOST_SMALL - 9 * LANES or c + LANES >= channels):
+                _sum_small(x, dy, m, dw[m], begin_h, begin_w, small[:count])
+                count = 0
 
 
 @jit
@@ -370,18 +449,43 @@ def _largest(sums, m, c):
 
 
 @jit
-def _sum_small(x, dy, dw, begin_h, begin_w, small):
-    """Sum each of these places of dw as the definition says."""
-    height, width = x.shape[2], x.shape[3]
+def _sum_small(x, dy, m, dw, begin_h, begin_w, small):
+    """Sum each of these places of dw as the definition says: rows of dy, moved under each column of taps, times rows of x."""
+    (rows, columns), (height, width) = dy.shape[2:], x.shape[2:]
     for place in small:
         dw[int(place) // 9, int(place) % 9 // 3, int(place) % 3] = 0.0
+    start, most = moved_slopes(), max(1, WIDEST // width)
     for n in range(dy.shape[0]):
-        for p in range(dy.shape[1]):
-            for q in range(dy.shape[2]):
-                slope = dy[n, p, q]
-                if slope != 0.0:
-                    for place in small:
-                        lane, tap = int(place) // 9, int(place) % 9
-                        h, w = p + tap // 3 - begin_h, q + tap % 3 - begin_w
-                        if 0 <= h < height and 0 <= w < width:
-                            dw[lane, tap // 3, tap % 3] += slope * x[n, lane, h, w]
+        for p in range(0, rows, most):
+            count = min(most, rows - p)
+            moved = array_of(floats_at(start), (3, count, width))
+            if not _is_any(array_of(floats_at(dy[n, m, p].ctypes.data), (count * columns,))):
+                continue
+            for j in range(3):
+                shift = j - begin_w
+                low, high = max(0, shift), min(width, columns + shift)
+                for r in range(count):
+                    line, slopes = moved[j, r], dy[n, m, p + r]
+                    line[:low] = 0.0
+                    line[high:] = 0.0
+                    for q in range(low, high):
+                        line[q] = slopes[q - shift]
+            for place in small:
+                c, i, j = int(place) // 9, int(place) % 9 // 3, int(place) % 3
+                first, last = max(0, begin_h - i - p), min(count, height + begin_h - i - p)
+                if first < last:
+                    size = ((last - first) * width,)
+                    a = array_of(floats_at(start + (j * count + first) * width * 4), size)
+                    b = array_of(floats_at(x[n, c, p + first + i - begin_h].ctypes.data), size)
+                    total = np.float32(0.0)
+                    for q in range(size[0]):
+                        total += a[q] * b[q]
+                    dw[c, i, j] += total
+
+
+@jit
+def _is_any(numbers):
+    total = np.float32(0.0)
+    for number in numbers:
+        total += abs(number)
+    return total != 0.0
