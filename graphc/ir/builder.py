@@ -8,7 +8,9 @@ a, b = op.Split(x, axis=1, num_outputs=2, _outputs=2)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,8 +40,23 @@ class _Domain:
         return self._builder._emitter(op_type, self._domain)
 
 
+@dataclass(eq=False)
+class _Names:
+    """Names in use by values and by nodes of a graph; all its builders share them, as long as one of them lives."""
+
+    values: set[str] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
+
+    def add_all(self, others: tuple[set[str], set[str]]) -> None:
+        self.values |= others[0]
+        self.nodes |= others[1]
+
+
+_NAMES: weakref.WeakKeyDictionary[ir.Graph, weakref.ref[_Names]] = weakref.WeakKeyDictionary()
+
+
 class Builder:
-    """Emits nodes into one graph.
+    """Emits nodes into one graph. Builders of the same graph may take turns.
 
     Args:
         graph: the graph that receives the nodes.
@@ -55,11 +72,15 @@ class Builder:
         self.before = before
         self.scope = scope
         self.marks: Mapping[str, str] = {}
-        self.graphc = _Domain(self, DOMAIN)
-        self._taken: tuple[set[str], set[str]] | None = None
+        self._taken: _Names | None = None
         self._imports = graph.opset_imports
         self._counters: dict[str, int] = {}
         self._constants: dict[Any, ir.Value] = {}
+
+    @property
+    def graphc(self) -> _Domain:
+        """Emits ops of the graphc domain. Made when asked for: a builder in a cycle of references would keep its names longer."""
+        return _Domain(self, DOMAIN)
 
     def inside(self, body: ir.Graph) -> Builder:
         """A builder for a subgraph; its names are unique in the outer graph too.
@@ -67,15 +88,17 @@ class Builder:
         ``body`` belongs to a node of this builder's graph, or to one that will be emitted next.
         """
         inner = Builder(body, scope=self.scope)
-        for mine, others in zip(self._used(), inner._used(), strict=True):
-            mine |= others
+        self._used().add_all(used_names(body))
         inner._taken, inner._counters, inner._imports = self._taken, self._counters, self._imports
         return inner
 
-    def _used(self) -> tuple[set[str], set[str]]:
-        """Names in use by values and by nodes; collected on first use, because many builders emit nothing."""
+    def _used(self) -> _Names:
+        """Names in use, collected on first use, because many builders emit nothing."""
         if self._taken is None:
-            self._taken = used_names(self.graph)
+            shared = _NAMES.get(self.graph)
+            self._taken = (shared() if shared is not None else None) or _Names()
+            self._taken.add_all(used_names(self.graph))
+            _NAMES[self.graph] = weakref.ref(self._taken)
         return self._taken
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
@@ -128,7 +151,7 @@ class Builder:
         for k, value in enumerate(node.outputs):
             if outputs is not None and not isinstance(outputs, int):
                 value.name = outputs[k]
-                self._used()[0].add(outputs[k])
+                self._used().values.add(outputs[k])
             else:
                 value.name = self.unique(node_name if count == 1 else f"{node_name}.{k}", value=True)
         version = OPSET if domain == "" else DOMAIN_VERSION
@@ -224,7 +247,7 @@ class Builder:
 
     def unique(self, name: str, *, value: bool = False) -> str:
         """``name``, or the first of ``name.1``, ``name.2`` … that the graph does not use."""
-        table = self._used()[not value]
+        table = self._used().values if value else self._used().nodes
         if name not in table:
             table.add(name)
             return name
