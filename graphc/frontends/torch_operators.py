@@ -1,0 +1,428 @@
+"""ONNX forms of PyTorch's operators that its exporter lacks, or writes down with another meaning (seen in 2.13).
+
+Wrong there: ``squeeze`` of an axis that is longer than one, which PyTorch leaves alone; the mean of ``scatter_reduce``; the
+``divisor_override`` of average pools; indices of 32 bits; ``multilabel_margin_loss``. Without a form there: running products and
+extrema, order statistics, distances, special functions and others of :func:`translations`.
+
+Gradients follow from the forms. They are those of PyTorch, except that places where a function has a kink may count otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Optional, Union
+
+ERFINV_CENTRE = (
+    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
+    0.246640727, 1.50140941,
+)  # fmt: skip
+ERFINV_TAIL = (
+    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047, 1.00167406,
+    2.83297682,
+)  # fmt: skip
+"""Polynomials of M. Giles, Approximating the erfinv function, 2012; the highest power first."""
+
+STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360)
+"""Of 1/x, 1/x³ and so on in Stirling's series of the logarithm of the gamma function."""
+SHIFT = 8
+"""By how much an argument is raised before Stirling's series, whose error then is below 1e-15."""
+
+INT64, BOOL, FLOAT64 = 7, 9, 11
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Entries of the ``custom_translation_table`` of ``torch.onnx.export``."""
+    import torch
+    from onnxscript import BOOL as LOGICAL
+    from onnxscript import INT32 as I32
+    from onnxscript import INT64 as I
+    from onnxscript.function_libs.torch_lib.tensor_typing import TFloat as X
+    from onnxscript.function_libs.torch_lib.tensor_typing import TReal, TTensor
+
+    aten = torch.ops.aten
+    lists, numbers, maybe = Sequence[int], {"dim": int, "keepdim": bool}, int | None
+    indices = Sequence[Optional[Union[I32, I, LOGICAL]]]  # noqa: UP007, UP045 (the exporter takes no other form)
+    put = {"x": TReal, "indices": indices, "values": TReal, "accumulate": bool}
+    pool: dict[str, Any] = {"x": X, "kernel_size": lists, "stride": lists, "padding": lists}
+    pool |= {"ceil_mode": bool, "count_include_pad": bool, "divisor_override": maybe}
+    table: list[tuple[Any, Callable[..., Any], dict[str, Any]]] = [
+        (aten.squeeze.dim, _squeeze, {"x": TTensor, "dims": int, "return": TTensor}),
+        (aten.squeeze.dims, _squeeze, {"x": TTensor, "dims": lists, "return": TTensor}),
+        (aten.index_put.default, _index_put, put),
+        (aten._unsafe_index_put.default, _index_put, put),
+        (
+            aten.scatter_reduce.two,
+            _scatter_reduce,
+            {"x": TReal, "dim": int, "index": I, "src": TReal, "reduce": str, "include_self": bool},
+        ),
+        (aten.avg_pool2d.default, _average_pool, pool),
+        (aten.avg_pool3d.default, _average_pool, pool),
+        (aten.adaptive_max_pool2d.default, _adaptive_max_pool, {"x": X, "output_size": lists}),
+        (aten.cumprod.default, _cumprod, {"x": X, "dim": int, "dtype": maybe}),
+        (aten.cummax.default, _running_extreme("Greater", -math.inf), {"x": X, "dim": int}),
+        (aten.cummin.default, _running_extreme("Less", math.inf), {"x": X, "dim": int}),
+        (aten.kthvalue.default, _kth_value, {"x": X, "k": int, **numbers}),
+        (aten.median.dim, _median, {"x": X, **numbers}),
+        (aten.median.default, _median_of_all, {"x": X}),
+        (aten.searchsorted.Tensor, _search_sorted, {"ends": X, "x": X, "out_int32": bool, "right": bool, "side": str | None}),
+        (aten.hypot.default, _hypot, {"x": X, "y": X}),
+        (aten.copysign.Tensor, _copysign, {"x": X, "y": X}),
+        (aten.signbit.default, _signbit, {"x": X, "return": LOGICAL}),
+        (aten.fmax.default, _larger("GreaterOrEqual"), {"x": X, "y": X}),
+        (aten.fmin.default, _larger("LessOrEqual"), {"x": X, "y": X}),
+        (aten.erfinv.default, _erfinv, {"x": X}),
+        (aten.lgamma.default, _lgamma, {"x": X}),
+        (aten.digamma.default, _digamma, {"x": X}),
+        (aten.multilabel_margin_loss_forward.default, _multilabel_margin, {"x": X, "target": I, "reduction": int}),
+        (aten._pdist_forward.default, _pdist, {"x": X, "p": float}),
+        (aten._cdist_forward.default, _cdist, {"x": X, "y": X, "p": float, "compute_mode": maybe}),
+    ]
+    return {operator: _typed(function, {"return": X} | kinds) for operator, function, kinds in table}
+
+
+def _typed(function: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:
+    """A copy of ``function`` that says what its operands are: the exporter reads it from annotations that are types."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    functools.update_wrapper(copy, function)
+    del copy.__wrapped__
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = kinds
+    return copy
+
+
+def _op() -> Any:
+    from onnxscript import opset20
+
+    return opset20  # its annotations allow no lists, which the exporter turns into constants
+
+
+def _like(number: float, x: Any) -> Any:
+    op = _op()
+    return op.CastLike(op.Constant(value_float=number), x)
+
+
+def _length(x: Any, axis: int, operator: str) -> int:
+    length = x.shape[axis]
+    if not isinstance(length, int):
+        raise NotImplementedError(f"{operator} along an axis of free length has no translation: fix the axis' length")
+    return length
+
+
+def _axis(x: Any, dim: int) -> int:
+    return dim % max(1, len(x.shape))
+
+
+# Shapes and indices ------------------------------------------------------------------------------------------------------
+
+
+def _squeeze(x: Any, dims: int | Sequence[int]) -> Any:
+    """An axis that is not known to have length one has another: the exporter gives free lengths to those of two and more."""
+    op = _op()
+    if x.shape is None:
+        return op.Squeeze(x, [dims] if isinstance(dims, int) else list(dims))
+    wanted = {_axis(x, d) for d in ([dims] if isinstance(dims, int) else dims)}
+    axes = [k for k in sorted(wanted) if k < len(x.shape) and x.shape[k] == 1]
+    return op.Squeeze(x, axes) if axes else op.Identity(x)
+
+
+def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    return core.aten_index_put(x, [_widened(index) for index in indices], values, accumulate)
+
+
+def _widened(index: Any) -> Any:
+    if index is None or index.dtype in (None, INT64, BOOL):
+        return index
+    wide = _op().Cast(index, to=INT64)
+    wide.shape = index.shape  # the caller looks at it
+    return wide
+
+
+def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    op = _op()
+    if reduce != "mean" or len(x.shape) == 0:
+        return core.aten_scatter_reduce(x, dim, index, src, reduce, include_self)
+    one, zeros = _like(1.0, x), op.Mul(x, _like(0.0, x))
+    ones = op.Expand(one, op.Shape(src))
+    taken = op.ScatterElements(zeros, index, ones, axis=dim, reduction="add")
+    if include_self:
+        return op.Div(op.ScatterElements(x, index, src, axis=dim, reduction="add"), op.Add(taken, one))
+    touched = op.Greater(taken, _like(0.0, x))
+    sums = op.ScatterElements(op.Where(touched, zeros, x), index, src, axis=dim, reduction="add")
+    return op.Div(sums, op.Where(touched, taken, one))
+
+
+# Pools -------------------------------------------------------------------------------------------------------------------
+
+
+def _average_pool(
+    x: Any,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0, 0),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    from onnxscript.function_libs.torch_lib.ops import nn
+
+    op, axes = _op(), len(kernel_size) if not isinstance(kernel_size, int) else 0
+    pool = nn.aten_avg_pool3d if axes == 3 else nn.aten_avg_pool2d
+    if divisor_override is None:
+        return pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
+    if ceil_mode:
+        raise NotImplementedError("an average pool with ceil_mode and divisor_override has no translation: leave one out")
+    means = pool(x, kernel_size, stride, padding, False, True)
+    taps = math.prod(kernel_size) if axes > 1 else kernel_size[0] ** (len(x.shape) - 2)
+    return op.Mul(means, _like(taps / divisor_override, x))
+
+
+def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> Any:
+    """The largest element of each window, first along its rows, and its place in the plane."""
+    op, rank = _op(), len(x.shape)
+    width, axes = _length(x, -1, "adaptive_max_pool2d"), (rank - 2, rank - 1)
+    lengths = [_length(x, axis, "adaptive_max_pool2d") for axis in axes]
+    values, places = x, []
+    for axis, length, wanted in zip(axes, lengths, output_size, strict=True):
+        windows = [(k * length // wanted, -(-(k + 1) * length // wanted)) for k in range(wanted)]
+        parts = [op.Slice(values, [a], [b], [axis]) for a, b in windows]
+        found = [
+            op.Add(op.ArgMax(part, axis=axis), op.Constant(value_int=a)) for part, (a, _) in zip(parts, windows, strict=True)
+        ]
+        values = op.Concat(*(op.ReduceMax(part, [axis], keepdims=1) for part in parts), axis=axis)
+        places.append(op.Concat(*found, axis=axis))
+    rows = op.GatherElements(places[0], places[1], axis=rank - 1)
+    return values, op.Add(op.Mul(rows, op.Constant(value_int=width)), places[1])
+
+
+# Along an axis -----------------------------------------------------------------------------------------------------------
+
+
+def _shifted(x: Any, by: int, axis: int, fill: Any) -> Any:
+    """x moved by ``by`` places along an axis; ``fill``, of one element, comes in."""
+    op = _op()
+    head = op.Slice(x, [0], [-by], [axis])
+    start = op.Slice(x, [0], [by], [axis])
+    return op.Concat(op.Expand(fill, op.Shape(start)), head, axis=axis)
+
+
+def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
+    """A product of all elements up to each: of 2, then of 4, and so on."""
+    op = _op()
+    x = x if dtype is None or dtype < 0 else op.Cast(x, to=dtype)
+    if len(x.shape) == 0:
+        return op.Identity(x)
+    axis, by = _axis(x, dim), 1
+    length, y = _length(x, axis, "cumprod"), x
+    while by < length:
+        y = op.Mul(y, _shifted(y, by, axis, _like(1.0, x)))
+        by *= 2
+    return op.Identity(y)
+
+
+def _running_extreme(comparison: str, worst: float) -> Callable[..., Any]:
+    def extreme(x: Any, dim: int) -> Any:
+        op = _op()
+        axis, by = _axis(x, dim), 1
+        length, rank = _length(x, axis, "cummax and cummin"), len(x.shape)
+        lengths = [length if k == axis else 1 for k in range(rank)]
+        places = op.Reshape(op.Constant(value_ints=list(range(length))), lengths)
+        y, at = x, op.Expand(places, op.Shape(x))
+        while by < length:
+            before, place = _shifted(y, by, axis, _like(worst, x)), _shifted(at, by, axis, op.Constant(value_int=0))
+            better = getattr(op, comparison)(before, y)
+            y, at = op.Where(better, before, y), op.Where(better, place, at)
+            by *= 2
+        return op.Identity(y), op.Identity(at)
+
+    return extreme
+
+
+def _smallest(x: Any, k: Any, axis: int) -> tuple[Any, Any]:
+    """The k-th smallest elements and their places, of length one along an axis; k is a tensor of one element."""
+    op = _op()
+    last = op.Sub(k, op.Constant(value_ints=[1]))
+    values, places = op.TopK(x, k, axis=axis, largest=0, sorted=1)
+    return op.Gather(values, last, axis=axis), op.Gather(places, last, axis=axis)
+
+
+def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    op, axis = _op(), _axis(x, dim)
+    found = _smallest(x, op.Constant(value_ints=[k]), axis)
+    return tuple(part if keepdim else op.Squeeze(part, [axis]) for part in found)
+
+
+def _middle(length: Any) -> Any:
+    """Of a number of elements, as a tensor of one: the lower of two, as in PyTorch."""
+    op = _op()
+    return op.Div(op.Add(length, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
+
+
+def _median(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
+    op, axis = _op(), _axis(x, dim)
+    found = _smallest(x, _middle(op.Shape(x, start=axis, end=axis + 1)), axis)
+    return tuple(part if keepdim else op.Squeeze(part, [axis]) for part in found)
+
+
+def _median_of_all(x: Any) -> Any:
+    op = _op()
+    value, _ = _smallest(op.Reshape(x, [-1]), _middle(op.Reshape(op.Size(x), [1])), 0)
+    return op.Squeeze(value, [0])
+
+
+def _search_sorted(
+    ends: Any, x: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
+) -> Any:
+    """How many of the ends lie before each element."""
+    op = _op()
+    if sorter is not None:
+        raise NotImplementedError("searchsorted with a sorter has no translation: sort the ends")
+    after = right or side == "right"
+    rows = ends if len(ends.shape) == 1 else op.Unsqueeze(ends, [-2])
+    before = (op.LessOrEqual if after else op.Less)(rows, op.Unsqueeze(x, [-1]))
+    return op.ReduceSum(op.Cast(before, to=6 if out_int32 else INT64), [-1], keepdims=0)
+
+
+def _multilabel_margin(x: Any, target: Any, reduction: int) -> Any:
+    """Each label before the first negative one against each class that is none of them."""
+    op = _op()
+    classes, zero = _length(x, -1, "multilabel_margin_loss"), _like(0.0, x)
+    ended = op.CumSum(op.Cast(op.Less(target, op.Constant(value_int=0)), to=INT64), op.Constant(value_int=-1))
+    counts = op.Equal(ended, op.Constant(value_int=0))
+    labels = op.Where(counts, target, op.Constant(value_int=-1))
+    hits = op.Equal(op.Unsqueeze(labels, [-1]), op.Constant(value_ints=list(range(classes))))
+    mine = op.CastLike(op.ReduceMax(op.Cast(hits, to=INT64), [-2], keepdims=0), x)
+    wanted = op.GatherElements(x, op.Where(counts, target, op.Constant(value_int=0)), axis=-1)
+    margins = op.Sub(_like(1.0, x), op.Sub(op.Unsqueeze(wanted, [-1]), op.Unsqueeze(x, [-2])))
+    others = op.And(op.Unsqueeze(counts, [-1]), op.Equal(op.Unsqueeze(mine, [-2]), zero))
+    losses = op.ReduceSum(op.Where(others, op.Max(margins, zero), zero), [-2, -1], keepdims=0)
+    losses = op.Div(losses, _like(float(classes), x))
+    whole = {0: op.Identity, 1: lambda v: op.ReduceMean(v, keepdims=0), 2: lambda v: op.ReduceSum(v, keepdims=0)}
+    return whole[reduction](losses), mine
+
+
+# Element by element ------------------------------------------------------------------------------------------------------
+
+
+def _hypot(x: Any, y: Any) -> Any:
+    op = _op()
+    return op.Sqrt(op.Add(op.Mul(x, x), op.Mul(y, y)))
+
+
+def _signbit(x: Any) -> Any:
+    """Of -0, too."""
+    op = _op()
+    zero = _like(0.0, x)
+    return op.Or(op.Less(x, zero), op.And(op.Equal(x, zero), op.Less(op.Reciprocal(x), zero)))
+
+
+def _copysign(x: Any, y: Any) -> Any:
+    op = _op()
+    size = op.Abs(x)
+    return op.Where(_signbit(y), op.Neg(size), size)
+
+
+def _larger(comparison: str) -> Callable[..., Any]:
+    def extreme(x: Any, y: Any) -> Any:
+        op = _op()
+        return op.Where(op.Or(getattr(op, comparison)(x, y), op.IsNaN(y)), x, y)
+
+    return extreme
+
+
+def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
+    op, y = _op(), _like(coefficients[0], x)
+    for number in coefficients[1:]:
+        y = op.Add(op.Mul(y, x), _like(number, x))
+    return y
+
+
+def _erfinv(x: Any) -> Any:
+    """In double precision: 3e-7 of the result are the error of the approximation, in float32."""
+    op = _op()
+    wide = op.Cast(x, to=FLOAT64)
+    one, bound = _like(1.0, wide), _like(5.0, wide)
+    w = op.Neg(op.Log(op.Mul(op.Sub(one, wide), op.Add(one, wide))))
+    centre = _polynomial(op.Sub(w, _like(2.5, w)), ERFINV_CENTRE)
+    tail = _polynomial(op.Sub(op.Sqrt(op.Max(w, bound)), _like(3.0, w)), ERFINV_TAIL)
+    return op.CastLike(op.Mul(op.Where(op.Less(w, bound), centre, tail), wide), x)
+
+
+def _lgamma(x: Any) -> Any:
+    """Stirling's series of a raised argument; below one half, by reflection."""
+    op = _op()
+    wide = op.Cast(x, to=FLOAT64)
+    low = op.Less(wide, _like(0.5, wide))
+    z = op.Where(low, op.Sub(_like(1.0, wide), wide), wide)
+    product = z
+    for k in range(1, SHIFT):
+        product = op.Mul(product, op.Add(z, _like(float(k), z)))
+    t = op.Add(z, _like(float(SHIFT), z))
+    inverse = op.Reciprocal(t)
+    series = op.Mul(_polynomial(op.Mul(inverse, inverse), STIRLING[::-1]), inverse)
+    start = op.Sub(op.Mul(op.Sub(t, _like(0.5, t)), op.Log(t)), t)
+    upper = op.Sub(op.Add(op.Add(start, _like(math.log(2 * math.pi) / 2, t)), series), op.Log(product))
+    turned = op.Sin(op.Mul(op.Where(low, wide, _like(0.5, wide)), _like(math.pi, wide)))
+    reflected = op.Sub(op.Sub(_like(math.log(math.pi), wide), op.Log(op.Abs(turned))), upper)
+    return op.CastLike(op.Where(low, reflected, upper), x)
+
+
+def _digamma(x: Any) -> Any:
+    """The derivative of :func:`_lgamma`, by the same series."""
+    op = _op()
+    wide = op.Cast(x, to=FLOAT64)
+    low = op.Less(wide, _like(0.5, wide))
+    z = op.Where(low, op.Sub(_like(1.0, wide), wide), wide)
+    raised = op.Reciprocal(z)
+    for k in range(1, SHIFT):
+        raised = op.Add(raised, op.Reciprocal(op.Add(z, _like(float(k), z))))
+    t = op.Add(z, _like(float(SHIFT), z))
+    inverse = op.Reciprocal(t)
+    square = op.Mul(inverse, inverse)
+    slopes = [number * (2 * k + 1) for k, number in enumerate(STIRLING)]
+    series = op.Mul(_polynomial(square, slopes[::-1]), square)
+    upper = op.Sub(op.Sub(op.Sub(op.Log(t), op.Mul(inverse, _like(0.5, t))), series), raised)
+    angle = op.Mul(op.Where(low, wide, _like(0.25, wide)), _like(math.pi, wide))
+    reflected = op.Sub(upper, op.Div(op.Mul(_like(math.pi, wide), op.Cos(angle)), op.Sin(angle)))
+    return op.CastLike(op.Where(low, reflected, upper), x)
+
+
+# Distances ---------------------------------------------------------------------------------------------------------------
+
+
+def _norm(differences: Any, p: float) -> Any:
+    """Of the last axis."""
+    op = _op()
+    if p == 2:
+        return op.ReduceL2(differences, [-1], keepdims=0)
+    sizes = op.Abs(differences)
+    if p == 0:
+        return op.ReduceSum(op.Sign(sizes), [-1], keepdims=0)
+    if p == 1:
+        return op.ReduceSum(sizes, [-1], keepdims=0)
+    if p == math.inf:
+        return op.ReduceMax(sizes, [-1], keepdims=0)
+    sums = op.ReduceSum(op.Pow(sizes, _like(p, sizes)), [-1], keepdims=0)
+    return op.Pow(sums, _like(1 / p, sizes))
+
+
+def _pdist(x: Any, p: float = 2.0) -> Any:
+    """Of the pairs i < j of rows."""
+    op, rows = _op(), _length(x, 0, "pdist")
+    pairs = [(i, j) for i in range(rows) for j in range(i + 1, rows)]
+    first, second = (op.Gather(x, op.Constant(value_ints=[pair[k] for pair in pairs]), axis=0) for k in (0, 1))
+    return _norm(op.Sub(first, second), p)
+
+
+def _cdist(x: Any, y: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
+    del compute_mode
+    op = _op()
+    return _norm(op.Sub(op.Unsqueeze(x, [-2]), op.Unsqueeze(y, [-3])), p)

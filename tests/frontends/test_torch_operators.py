@@ -1,0 +1,165 @@
+"""Operators that the exporter of PyTorch lacks or writes down wrongly: values and gradients against PyTorch's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import graphc  # noqa: E402
+from graphc.errors import ModelError  # noqa: E402
+
+F = torch.nn.functional
+INDEX = torch.tensor([[0, 2, 2, 1, 0, 2]] * 4)
+ENDS = torch.tensor([-1.5, -0.5, 0.0, 0.5, 1.0])
+LABELS = torch.tensor([[0, 1, -1, 2, 0, 0], [3, -1, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0], [-1, 0, 0, 0, 0, 0]])
+
+
+def scattered(x: Any, reduce: str, include: bool) -> Any:
+    return (x * 0.5).scatter_reduce(1, INDEX, x, reduce, include_self=include)
+
+
+def put(x: Any) -> Any:
+    return x.index_put((torch.tensor([1, 2], dtype=torch.int32),), x[:2], accumulate=True)
+
+
+OF_MATRICES: dict[str, Callable[[Any], Any]] = {
+    "squeeze of an axis that is longer": lambda x: x.squeeze(1) + x.unsqueeze(1).squeeze(1),
+    "squeeze of several axes": lambda x: x.unsqueeze(1).squeeze((0, 1)),
+    "index_put of 32-bit indices": put,
+    **{f"scatter {r}, {i}": lambda x, r=r, i=i: scattered(x, r, i) for r in ("mean", "sum", "amax") for i in (True, False)},
+    "cumprod": lambda x: x.cumprod(1),
+    "cumprod with a zero": lambda x: (x * (x != x.amax(1, keepdim=True))).cumprod(1),
+    "cummax": lambda x: x.cummax(1)[0],
+    "cummin": lambda x: x.cummin(1)[0],
+    "places of cummax": lambda x: x * x.cummax(1)[1],
+    "kthvalue": lambda x: x.kthvalue(2, 1)[0],
+    "median": lambda x: x.median(1)[0],
+    "place of the median": lambda x: x * x.median(1, keepdim=True)[1],
+    "median of columns": lambda x: x.median(0)[0],
+    "median of all": lambda x: x.median(),
+    "searchsorted": lambda x: x * torch.searchsorted(ENDS, x),
+    "searchsorted from the right": lambda x: x * torch.searchsorted(ENDS.expand(4, 5).contiguous(), x.round(), right=True),
+    "hypot": lambda x: torch.hypot(x, x + 1),
+    "copysign": lambda x: torch.copysign(x, torch.tensor([-0.0, 0.0, 1.0, -1.0, 2.0, -3.0])),
+    "signbit": lambda x: x * torch.signbit(x),
+    "fmax": lambda x: torch.fmax(x, torch.tensor([0.0, math.nan, 9.0, -9.0, 0.1, 0.2])),
+    "fmin": lambda x: torch.fmin(torch.tensor([0.0, math.nan, 9.0, -9.0, 0.1, 0.2]), x),
+    "erfinv": lambda x: torch.erfinv(torch.tanh(x)),
+    "erfinv near one": lambda x: torch.erfinv(1 - 1e-4 * torch.sigmoid(x)),
+    "lgamma": lambda x: torch.lgamma(4 * x + 0.01),
+    "digamma": lambda x: torch.digamma(x.abs() + 0.3),
+    "pdist": lambda x: torch.pdist(x[:3] + torch.arange(3.0)[:, None]),
+    "multilabel_margin_loss": lambda x: F.multilabel_margin_loss(x, LABELS),
+    **{f"cdist {p}": lambda x, p=p: torch.cdist(x, x.flip(1) + 1, p=p) for p in (1.0, 2.0, 3.0, math.inf)},
+}
+OF_IMAGES: dict[str, Callable[[Any], Any]] = {
+    "avg_pool2d with a divisor": lambda x: F.avg_pool2d(x, 3, 2, 1, divisor_override=4),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False, ceil_mode=True),
+    "avg_pool3d with a divisor": lambda x: F.avg_pool3d(x, 2, divisor_override=3),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, (3, 4)),
+    "places of adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, (2, 3), return_indices=True)[1] * x[:, :, :2, :3],
+}
+CASES = {"matrix": OF_MATRICES, "image": OF_IMAGES}
+SHAPES = {"matrix": (4, 6), "image": (2, 4, 7, 7)}
+
+
+class Each(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """The sum of all functions, weighted by place, each of an operand times a parameter of its own; and their values."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.functions = list(CASES[kind].values())
+        one = torch.full(SHAPES[kind][1:], 0.95)
+        self.weights = torch.nn.ParameterList([torch.nn.Parameter(one.clone()) for _ in self.functions])
+
+    def forward(self, x: Any) -> Any:
+        values = [f(x * w) for f, w in zip(self.functions, self.weights, strict=True)]
+        total = sum((v.reshape(-1) * torch.linspace(0.5, 1.5, v.numel())).sum() for v in values)
+        return total, *values
+
+
+@functools.cache
+def computed(kind: str) -> dict[str, tuple[Any, Any, Any, Any]]:
+    """name → value and gradient here, value and gradient of PyTorch."""
+    torch.manual_seed(0)
+    x, module = torch.randn(SHAPES[kind]), Each(kind)
+    loss, *values = module(x)
+    loss.backward()
+    program = graphc.compile(
+        graphc.frontends.export(module, (x,), dynamic_batch=False),
+        loss=graphc.losses.Output(name="output_0", keep_outputs=True),
+        optimizer=graphc.optim.SGD(lr=1.0),
+    )
+    with graphc.Trainer(program) as trainer:
+        results = trainer.step({"x": x.numpy()})
+        trained = trainer.trained_values()
+    return {
+        name: (results[f"output_{k + 1}"], 0.95 - trained[f"weights.{k}"], values[k].detach().numpy(), weight.grad.numpy())
+        for k, (name, weight) in enumerate(zip(CASES[kind], module.weights, strict=True))
+    }
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, functions in CASES.items() for name in functions])
+def test_values_and_gradients_are_those_of_pytorch(kind: str, name: str) -> None:
+    value, gradient, wanted, slope = computed(kind)[name]
+    np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient, slope, rtol=0, atol=2e-5 * float(np.abs(slope).max()))
+
+
+class OfAnyBatch(torch.nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((6,), 0.95))
+
+    def forward(self, x: Any) -> Any:
+        x = x * self.weight
+        x = (
+            x.squeeze(0).squeeze(1).cumprod(1)
+            + x.median()
+            + x.median(0)[0]
+            + torch.cdist(x[:, None], x[:, None] + 1, p=1)[:, 0]
+        )
+        return (x.cummax(1)[0] ** 2).mean()
+
+
+def test_they_take_batches_of_any_size() -> None:
+    torch.manual_seed(1)
+    module = OfAnyBatch()
+    program = graphc.compile(
+        module, example_inputs=(torch.randn(4, 6),), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=1.0)
+    )
+    x = torch.randn(7, 6)
+    loss = module(x)
+    loss.backward()
+    with graphc.Trainer(program) as trainer:
+        np.testing.assert_allclose(trainer.step({"x": x.numpy()})["loss"], loss.item(), rtol=1e-6)
+        np.testing.assert_allclose(0.95 - trainer.trained_values()["weight"], module.weight.grad.numpy(), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: torch.searchsorted(ENDS, x, sorter=torch.arange(5)), "sort the ends"),
+        (lambda x: F.avg_pool2d(x[None], 2, ceil_mode=True, divisor_override=3), "leave one out"),
+        (lambda x: x.cumprod(0), "fix the axis"),
+    ],
+)
+def test_what_has_no_form_is_refused_by_name(function: Callable[[Any], Any], message: str) -> None:
+    class One(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(6))
+
+        def forward(self, x: Any) -> Any:
+            return function(x * self.weight)
+
+    with pytest.raises(ModelError, match=message):
+        graphc.frontends.export(One(), (torch.randn(4, 6),), exporter="dynamo")
