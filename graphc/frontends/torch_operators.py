@@ -1,15 +1,14 @@
 """ONNX forms of PyTorch's operators that its exporter lacks, or writes down with another meaning (seen in 2.13).
 
 Wrong there: ``squeeze`` of an axis that is longer than one, which PyTorch leaves alone; the mean of ``scatter_reduce``; the
-``divisor_override`` of average pools; indices of 32 bits; ``multilabel_margin_loss``. Without a form there: running products and
-extrema, order statistics, distances, special functions and others of :func:`translations`.
+``divisor_override`` of average pools; indices of 32 bits; ``multilabel_margin_loss``. Without a form there: running products,
+running extrema, order statistics, distances, special functions and others of :func:`translations`.
 
 Gradients follow from the forms. They are those of PyTorch, except that places where a function has a kink may count otherwise.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -88,8 +87,6 @@ def _typed(function: Callable[..., Any], kinds: dict[str, Any]) -> Callable[...,
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
-    functools.update_wrapper(copy, function)
-    del copy.__wrapped__
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__annotations__ = kinds
     return copy

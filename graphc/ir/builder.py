@@ -79,7 +79,8 @@ class Builder:
 
     @property
     def graphc(self) -> _Domain:
-        """Emits ops of the graphc domain. Made when asked for: a builder in a cycle of references would keep its names longer."""
+        """Emits ops of the graphc domain."""
+        # made when asked for: a builder in a cycle of references would keep its names for longer
         return _Domain(self, DOMAIN)
 
     def inside(self, body: ir.Graph) -> Builder:
