@@ -14,6 +14,7 @@ from graphc.errors import UsageError, listed, nearest
 from graphc.pipeline import PASSES, PassCall
 
 __all__ = [
+    "CTC",
     "L1",
     "LOSSES",
     "MSE",
@@ -111,6 +112,31 @@ class NLL(Loss):
     label_shape: Sequence[int] | None = None
     class_weight: Sequence[float] | str | None = None
     metrics: bool = False
+
+
+@dataclass(frozen=True)
+class CTC(Loss):
+    """``torch.nn.functional.ctc_loss`` of scores or log-probabilities, (T, N, C) or (N, T, C), and label sequences (N, S).
+
+    A row of labels ends at its first negative number, such as −100 or −1. The mean divides each sample's loss by its number of
+    labels, then by the samples. A Softmax that ends the model is absorbed.
+
+    Attributes:
+        logits: value with the scores; None: the model's only output.
+        label: value of the graph, or name of a new int64 input.
+        lengths: value of the graph, or name of a new int64 input (N,): frames that count; None: all of them.
+        time_axis: 0 or 1; None: the axis that is not the batch, where the batch is free.
+        blank: the class that stands for no label.
+        zero_infinity: a label sequence that fits into no path costs 0 instead of infinity.
+    """
+
+    kind: ClassVar[str] = "ctc"
+    logits: str | None = None
+    label: str = "label"
+    lengths: str | None = None
+    time_axis: int | None = None
+    blank: int = 0
+    zero_infinity: bool = False
 
 
 @dataclass(frozen=True)

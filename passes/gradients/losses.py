@@ -6,10 +6,11 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
 from graphc.ir.declare import required_declaration
-from graphc.ir.facts import input_of
+from graphc.ir.facts import describe, input_of
 from graphc.ir.ops.losses import picks
 from graphc.passes.gradients.reverse_mode import through
 
@@ -74,6 +75,15 @@ def negative_log_likelihood(op: Builder, node: ir.Node, dtotal: ir.Value | None,
         return op.ScatterElements(op.zeros_like(log_prob), at, updates, axis=axis)  # type: ignore[no-any-return]
 
     return dlog_prob, None, None
+
+
+@gradient("graphc::CTCLoss")
+def ctc_loss(op: Builder, node: ir.Node, dlosses: ir.Value | None, dslope: ir.Value | None) -> Any:
+    """∂logits = dlosses·slope"""
+    if dslope is not None:
+        raise UnsupportedOpError(f"CTCLoss has no second derivative: {describe(node)}")
+    axes = [_attributes(node)["time_axis"], 2]
+    return (None if dlosses is None else lambda: op.Mul(op.Unsqueeze(dlosses, axes), node.outputs[1])), None, None
 
 
 @gradient("graphc::BinaryCrossEntropyWithLogits")

@@ -22,6 +22,7 @@ from graphc.ir.facts import dtype_of
 from graphc.ir.names import KEPT_OUTPUTS, LIVE, LOSS_TOTAL
 from graphc.ir.state import scalar
 from graphc.passes.training.loss_classes import negative_log_likelihood, softmax_cross_entropy
+from graphc.passes.training.loss_ctc import connectionist
 from graphc.passes.training.loss_request import (
     LossRequest,
     Sums,
@@ -40,6 +41,7 @@ OVER_CLASSES = ("logits", "label", "label_shape", "axis", "ignore_index", "class
 OPTIONS: Mapping[str, Sequence[str]] = {
     "softmax_cross_entropy": (*OVER_CLASSES, "label_smoothing", "label_kind"),
     "nll": OVER_CLASSES,
+    "ctc": ("logits", "label", "lengths", "time_axis", "blank", "zero_infinity", "sample_weight"),
     "bce_with_logits": ("logits", "label", "sample_weight"),
     "mse": ELEMENTWISE,
     "l1": ELEMENTWISE,
@@ -70,6 +72,10 @@ def loss(
     class_weight: Sequence[float] | str | None = None,
     label_kind: str | None = None,
     delta: float | None = None,
+    lengths: str | None = None,
+    time_axis: int | None = None,
+    blank: int | None = None,
+    zero_infinity: bool | None = None,
     sample_weight: str | None = None,
     metrics: bool = False,
     keep_outputs: bool = False,
@@ -77,8 +83,8 @@ def loss(
     """Append a loss and make it the model's output.
 
     Args:
-        kind: softmax_cross_entropy, nll, bce_with_logits, mse, l1, huber, output (a scalar of the graph) or model (the
-            scalar output of another ONNX file).
+        kind: softmax_cross_entropy, nll, ctc, bce_with_logits, mse, l1, huber, output (a scalar of the graph) or model
+            (the scalar output of another ONNX file).
         logits, prediction: the scored value; default: the model's only output.
         label: a value of the graph, or the name of a new input; default ``label``.
         name: of the scalar, for ``output``; default: the model's only output.
@@ -94,6 +100,10 @@ def loss(
         class_weight: a number per class, or the name of an initializer that holds them; constant in either case.
         label_kind: ``class``, ``probabilities`` or ``auto``: probabilities if the label exists and is floating point.
         delta: of huber, where it turns from square to linear; default 1.
+        lengths: of ctc: a value of the graph, or the name of a new int64 input (N,), the frames of each sample that count.
+        time_axis: of ctc: 0 or 1; default: the axis beside the free batch.
+        blank: of ctc: the class that stands for no label; default 0.
+        zero_infinity: of ctc: labels that fit into no path cost 0 instead of infinity.
         sample_weight: a value of the graph, or the name of a new float32 input (N,): each sample's loss is multiplied by it, a
             mean divides by the sum of the weights, and metrics are weighted too. Losses over samples only.
         metrics: also report ``accuracy`` (losses over classes, and bce_with_logits at a threshold of 0).
@@ -105,7 +115,8 @@ def loss(
     given = {
         "logits": logits, "prediction": prediction, "label": label, "name": name, "path": path, "weight": weight, "axis": axis,
         "label_shape": label_shape, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
-        "class_weight": class_weight, "label_kind": label_kind, "delta": delta, "sample_weight": sample_weight,
+        "class_weight": class_weight, "label_kind": label_kind, "delta": delta, "lengths": lengths,
+        "time_axis": time_axis, "blank": blank, "zero_infinity": zero_infinity, "sample_weight": sample_weight,
     }  # fmt: skip
     options = {key: value for key, value in given.items() if value is not None}
     if kind not in OPTIONS:
@@ -213,6 +224,7 @@ def _regression_label(request: LossRequest, value: ir.Value, option: str) -> ir.
 _KINDS: Mapping[str, Callable[[LossRequest], Sums]] = {
     "softmax_cross_entropy": softmax_cross_entropy,
     "nll": negative_log_likelihood,
+    "ctc": connectionist,
     "bce_with_logits": _bce_with_logits,
     "mse": _elementwise(lambda request, difference: request.op.Mul(difference, difference)),
     "l1": _elementwise(lambda request, difference: request.op.Abs(difference)),

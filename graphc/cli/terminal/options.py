@@ -25,7 +25,7 @@ Format = Annotated[Formats, typer.Option("--format", help="Tables and text, or J
 LossText = Annotated[
     str,
     Option(
-        "KIND:option=value,…  e.g. softmax_cross_entropy:logits=L,label=Y; kinds: softmax_cross_entropy, nll, "
+        "KIND:option=value,…  e.g. softmax_cross_entropy:logits=L,label=Y; kinds: softmax_cross_entropy, nll, ctc, "
         "bce_with_logits, mse, l1, huber, output, model.",
         "LOSS",
     ),
