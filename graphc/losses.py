@@ -214,7 +214,7 @@ class Model(Loss):
 
 
 LOSSES: Mapping[str, type[Loss]] = {
-    loss.kind: loss for loss in (SoftmaxCrossEntropy, NLL, BCEWithLogits, MSE, L1, Huber, Output, Model)
+    loss.kind: loss for loss in (SoftmaxCrossEntropy, NLL, CTC, BCEWithLogits, MSE, L1, Huber, Output, Model)
 }
 """Name on the command line → loss."""
 

@@ -110,6 +110,8 @@ def export(
                     "an op depends on the batch's size, as a convolution with a group for each sample does; it can be exported "
                     f"for batches of {len(tensors[0])} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"
                 )
+        if any("ctc_loss" in failure for failure in failures):
+            failures.append("end the module in its scores, and train it with the loss graphc.losses.CTC")
         raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
     _finish(model, module)
     _warn(module, {padding_row(node) for node in model.graph.all_nodes()}, model.meta.get(_CHANGED, ()))

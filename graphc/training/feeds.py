@@ -15,6 +15,7 @@ from graphc.errors import FeedError, nearest
 from graphc.ir.dim_expressions import symbols
 from graphc.ir.facts import Dim, batch_dim, dims
 from graphc.ir.index_operands import IndexRange
+from graphc.ir.ops.losses import label_range
 from graphc.ir.symbolic_dims import substituted
 
 
@@ -120,7 +121,7 @@ def check_arrays(
                 wrong &= found != ignore
             if wrong.any():
                 where = tuple(int(i) for i in np.argwhere(wrong)[0])
-                raise FeedError(f"label {int(found[where])} at {name}{list(where)} is outside {low} … {high - 1}")
+                raise FeedError(f"label {int(found[where])} at {name}{list(where)} is outside {label_range(low, high)}")
     for name, ranges in indices.items():
         _check_indices(name, arrays[name], ranges)
     return arrays

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.errors import UsageError
-from graphc.ir.facts import describe_value, dims
+from graphc.ir.facts import describe_value, dims, input_of
 from graphc.ir.names import find_value
 from graphc.passes.training.loss_request import LossRequest, Sums, over_elements, producer_behind_views
 
@@ -16,10 +16,7 @@ def connectionist(request: LossRequest) -> Sums:
     scores = request.scored("logits")
     if len(dims(scores) or ()) != 3:
         raise UsageError(f"ctc: scores {describe_value(scores)} must have three axes: time, batch and classes")
-    softmax = producer_behind_views(scores, ("Softmax",))
-    if softmax is not None and softmax.inputs[0] is not None:
-        request.ctx.note(f"loss: absorbed Softmax {softmax.name!r}; the logits are {softmax.inputs[0].name!r}")
-        scores = op.reshape_like(softmax.inputs[0], scores)
+    scores = _behind_softmax(request, scores)
     time_axis = _time_axis(request, scores)
     samples = (scores.shape or ir.Shape([None] * 3))[1 - time_axis]
     label = request.existing_label()
@@ -34,6 +31,19 @@ def connectionist(request: LossRequest) -> Sums:
         count = op.ReduceSum(op.cast_like(op.Equal(ended, 0), losses), [1], keepdims=0)
         losses = op.Div(losses, op.Max(count, 1.0))
     return over_elements(request, losses)
+
+
+def _behind_softmax(request: LossRequest, scores: ir.Value) -> ir.Value:
+    """What a Softmax at the end reads, turned as its result is: probabilities are no logits."""
+    op, turn = request.op, producer_behind_views(scores, ("Transpose",))
+    softmax = producer_behind_views(scores if turn is None else input_of(turn, 0), ("Softmax",))
+    if softmax is None:
+        return scores
+    logits = input_of(softmax, 0)
+    request.ctx.note(f"loss: absorbed Softmax {softmax.name!r}; the logits are {logits.name!r}")
+    if turn is not None:
+        logits = op.Transpose(op.reshape_like(logits, input_of(turn, 0)), perm=list(turn.attributes["perm"].as_ints()))
+    return op.reshape_like(logits, scores)
 
 
 def _time_axis(request: LossRequest, scores: ir.Value) -> int:
@@ -57,7 +67,9 @@ def _existing(request: LossRequest, name: str) -> ir.Value | None:
 
 
 def _new_input(request: LossRequest, name: str, sizes: list[int | ir.SymbolicDim | None]) -> ir.Value:
-    value = ir.Value(name=request.op.unique(name, value=True), type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(sizes))
+    value = ir.Value(
+        name=request.op.unique(name, value=True), type=ir.TensorType(ir.DataType.INT64), shape=request.batch_first(sizes)
+    )
     if value.name != name:
         raise UsageError(f"the model computes a value {name!r}: give the input of the loss another name")
     request.graph.inputs.append(value)

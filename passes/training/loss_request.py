@@ -109,7 +109,7 @@ class LossRequest:
         sizes = list(required(scores.shape).dims)
         if axis is not None:
             sizes[axis : axis + 1] = [1] if keepdims else []
-        shape = self._batch_first(sizes)
+        shape = self.batch_first(sizes)
         value = ir.Value(name=self.op.unique(name, value=True), type=ir.TensorType(dtype), shape=shape)
         if value.name != name:
             raise UsageError(
@@ -121,12 +121,12 @@ class LossRequest:
         self.ctx.values.setdefault(LABELS, {})[name] = (scores, axis, keepdims)
         return value
 
-    def _batch_first(self, sizes: Sequence[int | ir.SymbolicDim]) -> ir.Shape:
+    def batch_first(self, sizes: Sequence[int | ir.SymbolicDim | None]) -> ir.Shape:
         """The shape of a new input. Its first size is unknown if its symbol is one that inference made up: no input has it.
 
         Feeds of unknown length are cut with the batch, and the loss checks that they fit the scores.
         """
-        if not sizes or isinstance(sizes[0], int):
+        if not sizes or sizes[0] is None or isinstance(sizes[0], int):
             return ir.Shape(sizes)
         known = {word for v in self.graph.inputs for d in dims(v) or () if isinstance(d, str) for word in symbols(d)}
         fed = sizes[0].value is not None and known.issuperset(symbols(sizes[0].value))
@@ -143,7 +143,7 @@ class LossRequest:
         known = {v.name: v for v in graph.inputs} | {v.name: v for node in graph for v in node.outputs}
         weight = known.get(name)
         if weight is None:
-            shape = self._batch_first(like.shape.dims[:1])
+            shape = self.batch_first(like.shape.dims[:1])
             weight = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
             graph.inputs.append(weight)
         if not is_float(weight) or weight.shape is None or len(weight.shape) != 1:

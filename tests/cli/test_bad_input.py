@@ -297,7 +297,11 @@ CASES: dict[str, tuple[Callable[[Path], list[str]], int, str]] = {
         2,
         "the optimizers are adagrad, adam, adamw, rmsprop, sgd",
     ),
-    "every loss": (lambda _: [*train(), "--loss", "hinge"], 2, "the losses are softmax_cross_entropy, nll, bce_with_logits"),
+    "every loss": (
+        lambda _: [*train(), "--loss", "hinge"],
+        2,
+        "the losses are softmax_cross_entropy, nll, ctc, bce_with_logits",
+    ),
     "every strategy": (lambda _: train("--strategy", "ring"), 2, "known are mirrored, zero, central_storage"),
     "every option of a pass": (
         lambda _: ["opt", "mlp.onnx", "-p", "bucket{size=3}"],

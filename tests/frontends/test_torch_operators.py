@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import graphc  # noqa: E402
+from graphc import frontends  # noqa: E402
 from graphc.errors import ModelError  # noqa: E402
 
 F = torch.nn.functional
@@ -94,7 +95,7 @@ def computed(kind: str) -> dict[str, tuple[Any, Any, Any, Any]]:
     loss, *values = module(x)
     loss.backward()
     program = graphc.compile(
-        graphc.frontends.export(module, (x,), dynamic_batch=False),
+        frontends.export(module, (x,), dynamic_batch=False),
         loss=graphc.losses.Output(name="output_0", keep_outputs=True),
         optimizer=graphc.optim.SGD(lr=1.0),
     )
@@ -162,4 +163,4 @@ def test_what_has_no_form_is_refused_by_name(function: Callable[[Any], Any], mes
             return function(x * self.weight)
 
     with pytest.raises(ModelError, match=message):
-        graphc.frontends.export(One(), (torch.randn(4, 6),), exporter="dynamo")
+        frontends.export(One(), (torch.randn(4, 6),), exporter="dynamo")

@@ -1,7 +1,7 @@
-"""Connectionist temporal classification: a thread takes a sample after another; logarithms of paths are float64.
+"""Connectionist temporal classification: a thread takes a sample after another.
 
-States are the labels with a blank before, between and behind them. Those from which the last cannot be reached in the frames
-that are left, or that cannot be reached from the first, are left out.
+States are the labels with a blank before, between and behind them. Logarithms of the probabilities of paths are float64; what a
+frame adds to them is computed in float32, a vector of states at a time.
 """
 
 from __future__ import annotations
@@ -12,35 +12,49 @@ import numpy as np
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.jit import exact, jit
-from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of
+from graphc.backends.onnxruntime.kernels.jit import exact, inlined, jit
+from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of, log
 from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.backends.onnxruntime.vectors.functions import array_of, floats_at
 from graphc.device import Array, Run
+from graphc.errors import InternalError
+from graphc.ir.ops.ctc import NOTHING
+
+MARGIN = 2
+"""States before the first, and behind the last, that no path reaches."""
 
 
 @kernel("onnxruntime", "graphc::CTCLoss")
 def ctc_loss(k: Binding) -> Run:
-    """Losses and slopes."""
+    """Losses and slopes.
+
+    Raises:
+        InternalError: not one row of labels, or one length, for each sample, or a blank that is no class: loops read that far.
+    """
     (logits, label), (losses, slope), lengths = given(k.inputs, 2), given(k.outputs, 2), optional(k.inputs, 2)
+    if len(label) != len(losses) or (lengths is not None and len(lengths) != len(losses)):
+        raise InternalError(f"CTCLoss {k.node.name!r} has {len(label)} rows of labels for {len(losses)} samples")
+    if not 0 <= k.attributes["blank"] < logits.shape[2]:
+        raise InternalError(f"CTCLoss {k.node.name!r} has blank {k.attributes['blank']} of {logits.shape[2]} classes")
     if k.attributes["time_axis"] == 0:
         logits, slope = logits.transpose(1, 0, 2), slope.transpose(1, 0, 2)
-    samples, time, _ = logits.shape
-    parts, width = max(1, min(k.pool.threads, samples)), 2 * label.shape[1] + 1
-    known: Array = np.full(samples, time, dtype=np.int64) if lengths is None else lengths
-    emitted, paths = (on_lines((parts, frames, width), np.float64) for frames in (time, time + 2))
-    states = on_lines((parts, width), np.int64)
+    samples, frames, _ = logits.shape
+    parts, width = max(1, min(k.pool.threads, samples)), 2 * label.shape[1] + 1 + 2 * MARGIN
+    known: Array = np.full(samples, frames, dtype=np.int64) if lengths is None else lengths
+    emitted, paths = (on_lines((parts, frames, width), np.float64) for _ in range(2))
+    rows = on_lines((parts, 3, width), np.float64)
+    states, shares = on_lines((parts, width), np.int64), on_lines((parts, width), np.float32)
     attributes = k.attributes["blank"], k.attributes["zero_infinity"]
-    arguments = (logits, label, known, *attributes, losses, slope, emitted, paths, states)
+    arguments = (logits, label, known, *attributes, losses, slope, emitted, paths, rows, states, shares)
     return k.pool.bind(_ctc_loss, arguments, parts)
 
 
-@exact
+@inlined
 def _log_sum(a, b, c):
-    highest = max(a, max(b, c))
-    if highest == -np.inf:
-        return highest
-    return highest + math.log(math.exp(a - highest) + math.exp(b - highest) + math.exp(c - highest))
+    highest = a if a > b else b
+    highest = highest if highest > c else c
+    mass = exp(np.float32(a - highest)) + exp(np.float32(b - highest)) + exp(np.float32(c - highest))
+    return highest + np.float64(log(mass))
 
 
 @jit
@@ -50,87 +64,87 @@ def _row(array, sample, frame):
 
 @exact
 def _probabilities(row, target):
-    """target = softmax(row); returns the highest number and the logarithm of the rest."""
-    highest, mass = highest_of(row), np.float32(0.0)
+    """target = softmax(row); returns the logarithm of what each exponential was divided by."""
+    highest, mass = highest_of(row), 0.0
     for c in range(row.size):
         target[c] = exp(row[c] - highest)
     for c in range(row.size):
         mass += target[c]
     for c in range(row.size):
-        target[c] = target[c] / mass
-    return highest, math.log(np.float64(mass))
+        target[c] = target[c] / np.float32(mass)
+    return np.float64(highest) + math.log(mass)
 
 
-@exact
-def _ctc_loss(logits, label, lengths, blank, zero_infinity, losses, slope, emitted_room, paths_room, states_room, start, stop):
-    parts, (samples, frames, classes) = states_room.shape[0], logits.shape
+@jit
+def _ctc_loss(logits, label, lengths, blank, zero_infinity, losses, slope, emitted, paths, rows, states, shares, start, stop):
+    parts, (samples, frames, classes) = states.shape[0], logits.shape
     for part in range(start, stop):
-        emitted, paths, states = emitted_room[part], paths_room[part], states_room[part]
         for n in range(samples * part // parts, samples * (part + 1) // parts):
-            time = min(frames, max(0, lengths[n]))
-            count, wrong = 0, False
+            time, count, wrong = min(frames, max(0, lengths[n])), 0, False
             while count < label.shape[1] and label[n, count] >= 0:
                 wrong |= label[n, count] >= classes or label[n, count] == blank
                 count += 1
-            width = 2 * count + 1
-            for s in range(width):
-                states[s] = label[n, s // 2] if s % 2 else blank
+            skips, width = rows[part, 0], 2 * count + 1
+            skips[:] = NOTHING
+            for s in range(0 if wrong else width):
+                states[part, s] = label[n, s // 2] if s % 2 else blank
+                if s % 2 and s > 1 and label[n, s // 2] != label[n, s // 2 - 1]:
+                    skips[s] = 0.0
             loss = np.nan
             if not wrong:
                 for t in range(time):
                     row = _row(logits, n, t)
-                    highest, log_mass = _probabilities(row, _row(slope, n, t))
+                    log_mass = _probabilities(row, _row(slope, n, t))
                     for s in range(width):
-                        emitted[t, s] = np.float64(row[states[s]]) - np.float64(highest) - log_mass
-                loss = _paths(emitted, paths, states, width, time)
+                        emitted[part, t, s] = np.float64(row[states[part, s]]) - log_mass
+                loss = _loss_of_paths(emitted[part], paths[part], skips, width, time)
             taken = time if loss < np.inf else 0
-            if taken:
-                _subtract(emitted, paths, states, width, time, loss, slope, n)
+            if taken > 0:
+                _subtract(
+                    emitted[part], paths[part], skips, rows[part, 1], rows[part, 2], states[part], shares[part], width, time,
+                    loss, slope, n,
+                )  # fmt: skip
             for t in range(taken, frames):
                 _row(slope, n, t)[:] = np.float32(0.0)
             losses[n] = 0.0 if loss == np.inf and zero_infinity else loss
 
 
-@exact
-def _skips(states, s):
-    """Whether a path may come from two states before."""
-    return s >= 2 and s % 2 == 1 and states[s] != states[s - 2]
-
-
-@exact
-def _paths(emitted, paths, states, width, time):
-    """paths[t, s] = log of the probability of all paths to state s at frame t; returns the loss."""
+@jit
+def _loss_of_paths(emitted, paths, skips, width, time):
+    """paths[t, MARGIN + s] = log of the probability of all paths to state s at frame t; returns the loss."""
     if time == 0:
         return 0.0 if width == 1 else np.inf
-    for t in range(time):
-        low, high = max(0, width - 2 * (time - t)), min(width, 2 * (t + 1))
-        paths[t, :width] = -np.inf
-        for s in range(low, high):
-            if t == 0:
-                paths[t, s] = emitted[t, s]
-                continue
-            one = paths[t - 1, s - 1] if s >= 1 else -np.inf
-            two = paths[t - 1, s - 2] if _skips(states, s) else -np.inf
-            paths[t, s] = _log_sum(paths[t - 1, s], one, two) + emitted[t, s]
-    return -_log_sum(paths[time - 1, width - 1], paths[time - 1, width - 2] if width > 1 else -np.inf, -np.inf)
-
-
-@exact
-def _subtract(emitted, paths, states, width, time, loss, slope, n):
-    """Subtract from the probabilities of each frame those that the paths of the labels take."""
-    now, then = paths.shape[0] - 2, paths.shape[0] - 1
-    for t in range(time - 1, -1, -1):
-        row, low, high = _row(slope, n, t), max(0, width - 2 * (time - t)), min(width, 2 * (t + 1))
+    first = paths[0]
+    first[: MARGIN + width] = NOTHING
+    for s in range(min(2, width)):
+        first[MARGIN + s] = emitted[0, s]
+    for t in range(1, time):
+        before, after, now = paths[t - 1], paths[t], emitted[t]
+        after[:MARGIN] = NOTHING
         for s in range(width):
-            beta = -np.inf
-            if t == time - 1:
-                beta = 0.0 if s >= width - 2 else -np.inf
-            elif s >= low:
-                stay = paths[then, s] + emitted[t + 1, s]
-                one = paths[then, s + 1] + emitted[t + 1, s + 1] if s + 1 < width else -np.inf
-                two = paths[then, s + 2] + emitted[t + 1, s + 2] if s + 2 < width and _skips(states, s + 2) else -np.inf
-                beta = _log_sum(stay, one, two)
-            paths[now, s] = beta
-            if low <= s < high:
-                row[states[s]] -= math.exp(paths[t, s] + beta + loss)
-        now, then = then, now
+            after[s + MARGIN] = _log_sum(before[s + 2], before[s + 1], before[s] + skips[s]) + now[s]
+    last = paths[time - 1]
+    total = _log_sum(last[width + 1], last[width] if width > 1 else NOTHING, NOTHING)
+    return -total if total > NOTHING / 2 else np.inf
+
+
+@jit
+def _subtract(emitted, paths, skips, beta, stay, states, shares, width, time, loss, slope, n):
+    """Subtract from the probabilities of each frame those that the paths of the labels take."""
+    for t in range(time - 1, -1, -1):
+        if t == time - 1:
+            beta[:width] = NOTHING
+            beta[max(0, width - 2) : width] = 0.0
+        else:
+            following = emitted[t + 1]
+            for s in range(width):
+                stay[s] = beta[s] + following[s]
+            stay[width : width + MARGIN] = NOTHING
+            for s in range(width):
+                beta[s] = _log_sum(stay[s], stay[s + 1], stay[s + 2] + skips[s + 2])
+        path = paths[t]
+        for s in range(width):
+            shares[s] = exp(np.float32(path[s + MARGIN] + beta[s] + loss))
+        row = _row(slope, n, t)
+        for s in range(width):
+            row[states[s]] -= shares[s]

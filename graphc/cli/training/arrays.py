@@ -14,7 +14,7 @@ from graphc.data.files import open_arrays
 from graphc.device import Array
 from graphc.errors import FeedError, nearest
 from graphc.ir.facts import describe_value, dims, dtype_of
-from graphc.ir.ops.losses import label_checks
+from graphc.ir.ops.losses import label_checks, label_range
 from graphc.training.feeds import converted
 
 
@@ -99,7 +99,7 @@ def check_labels(graph: ir.Graph, arrays: Mapping[str, Array], where: str) -> No
             wrong &= labels != ignore
         if wrong.any():
             place = [int(i) for i in np.argwhere(wrong)[0]]
-            raise FeedError(f"{where}: label {int(labels[tuple(place)])} at {name}{place} is outside {low} … {high - 1}")
+            raise FeedError(f"{where}: label {int(labels[tuple(place)])} at {name}{place} is outside {label_range(low, high)}")
 
 
 def convert(array: Array, dtype: np.dtype[Any], name: str, where: str, note: Callable[[str], None]) -> Array:

@@ -38,6 +38,9 @@ def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> 
             raise ValueError(f"{what} {describe_value(required(value))} must have rank {rank}")
         if value is not None and what != "scores" and value.dtype not in _INTEGERS:
             raise ValueError(f"{what} must be int32 or int64, not {value.dtype}")
+    classes = (dims(logits) or (None,))[-1]
+    if attributes["blank"] < 0 or (isinstance(classes, int) and attributes["blank"] >= classes):
+        raise ValueError(f"blank={attributes['blank']} is none of the classes of {describe_value(logits)}")
     samples = None if shape is None else required(dims(logits))[1 - attributes["time_axis"]]
     for value in (label, lengths):
         sizes = None if value is None else dims(value)

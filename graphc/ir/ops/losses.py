@@ -258,7 +258,26 @@ def label_checks(graph: ir.Graph) -> dict[str, tuple[int, int, int | None]]:
     Returns:
         graph input → (low, high, ignore_index): every label must lie in [low, high) or equal ``ignore_index``.
     """
-    return {name: (0, size, ignored) for name, size, ignored in _class_counts(graph) if isinstance(size, int)}
+    found = {name: (0, size, ignored) for name, size, ignored in _class_counts(graph) if isinstance(size, int)}
+    return found | {name: (ENDS_ROWS, size, None) for name, size in _sequences(graph) if isinstance(size, int)}
+
+
+ENDS_ROWS = -(1 << 31)
+"""The lowest label of sequences: a negative one ends its row."""
+
+
+def label_range(low: int, high: int) -> str:
+    """What labels in [low, high) are, for a reader."""
+    return f"{low} … {high - 1}" if low >= 0 else f"0 … {high - 1} (a negative number ends a row)"
+
+
+def _sequences(graph: ir.Graph) -> Iterator[tuple[str, Dim]]:
+    """Labels of sequences that are graph inputs, and how many classes there are."""
+    for node in graph:
+        if (node.domain, node.op_type) == (DOMAIN, "CTCLoss"):
+            label = behind_views(input_of(node, 1))
+            if label is not None and label.is_graph_input():
+                yield label.name or "", (dims(required(node.inputs[0])) or (None,))[-1]
 
 
 def symbolic_classes(graph: ir.Graph) -> dict[str, tuple[str, int | None]]:

@@ -157,6 +157,15 @@ CASES: Mapping[str, Sequence[Case]] = {
     ],
     "graphc::SoftmaxCrossEntropy": _losses((), f),
     "graphc::SoftmaxCrossEntropyGrad": _losses((one(1.0),), lambda *shape: -np.abs(f(*shape))),
+    "graphc::CTCLoss": [
+        c(f(*shape), rng.integers(1, 5, (3, 4)).astype(kind), lengths, time_axis=axis, blank=blank)
+        for shape, axis, lengths, blank in (
+            ((9, 3, 5), 0, None, 0),
+            ((3, 9, 5), 1, np.array([9, 5, 3]), 4),
+            ((3, 1, 5), 1, np.array([1, 0, 1], np.int32), 0),
+        )
+        for kind in (np.int64, np.int32)
+    ],
     "graphc::BatchNormalizationTraining": [c(f(3, 5, *more), f(5), f(5)) for more in ((), (2,), (9,))],
     "graphc::BatchNormalizationTrainingGrad": [c(*(f(3, 5, *d) for _ in "yx"), f(5), f(5), f(5)) for d in ((), (2,), (9,))],
     "LayerNormalization": [c(f(3, 4, 5), f(5), f(5)), c(f(3, 4, 5), f(4, 5), axis=1)],
