@@ -158,7 +158,7 @@ def test_a_module_with_the_loss_of_pytorch_says_what_to_do() -> None:
         def forward(self, sound: Any) -> Any:
             return F.ctc_loss(super().forward(sound), torch.tensor(padded(0)), FRAMES, torch.tensor([6, 2, 0, 4, 5]))
 
-    with pytest.raises(errors.ModelError, match="train it with the loss graphc.losses.CTC"):
+    with pytest.raises(errors.ModelError, match="train it with the loss graphc"):
         frontends.export(Whole(True, "log"), (torch.zeros(5, 17, 6),))
 
 
