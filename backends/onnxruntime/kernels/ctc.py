@@ -18,8 +18,9 @@ from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.backends.onnxruntime.vectors.functions import array_of, floats_at
 from graphc.device import Array, Run
 from graphc.errors import InternalError
-from graphc.ir.ops.ctc import NOTHING
 
+NOTHING = -1e30
+"""The logarithm of a probability that is zero, here."""
 MARGIN = 2
 """States before the first, and behind the last, that no path reaches."""
 
