@@ -148,6 +148,9 @@ class Capabilities(Protocol):
     (:mod:`graphc.plan.apart`). None: neighbours always form one segment, which suits a runtime that takes long to start one.
     """
 
+    unknown_sizes: bool = False
+    """Whether a segment may hold nodes whose shapes depend on data, and ``graphc`` ops with them, which it decomposes then."""
+
     def prefers_native(self, node: ir.Node) -> bool:
         """Whether the node runs as a native kernel, in a step of its own, instead of inside a segment."""
         return False

@@ -95,6 +95,7 @@ class OnnxRuntimeBackend(Backend):
     """
 
     name = "onnxruntime"
+    unknown_sizes = True
 
     def __init__(
         self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False, bf16_products: bool = False
@@ -151,7 +152,7 @@ class OnnxRuntimeBackend(Backend):
             )
             with contextlib.suppress(LanguageError):
                 return found.segment.bind(given, wanted, self.pool, self.bind_session, self._scratch.take, found.nodes)
-        return self.bind_session(host.in_standard_ops(model) if self._fuse else model, inputs, outputs)
+        return self.bind_session(host.in_standard_ops(model), inputs, outputs)
 
     def segment_parts(self, model: onnx.ModelProto) -> Sequence[SegmentPart]:
         found = self._parts(model)

@@ -18,7 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphc.backend import STANDARD, Capabilities, SegmentPart
-from graphc.errors import DataDependentShapeError, ModelError, counted
+from graphc.errors import ModelError, counted
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.declare import SHARD, declaration_of, is_update, required_declaration
@@ -34,6 +34,7 @@ from graphc.pipe.split import Edge, Pipe, Split
 from graphc.pipe.tasks import Task
 from graphc.plan.apart import apart
 from graphc.plan.buffers import lay_out
+from graphc.plan.dynamic_shapes import join_unknown_sizes, refuse_unknown_sizes
 from graphc.plan.group_places import collective_events, join_group
 from graphc.plan.rematerialise import rematerialise
 from graphc.plan.skip_flag import guard
@@ -141,11 +142,13 @@ def make_plan(
         if step.transfer is not None and step.kind == "start":
             join_group(step, mesh, rank)
     _dissolve_regions(ready.graph)
+    if capabilities.unknown_sizes:
+        steps = join_unknown_sizes(steps, _homes(steps))
     _add_check(steps, stop)
     steps, views = _take_out_views(steps, groups)
     steps = rematerialise(ready.graph, steps, views, capabilities.repeats)
     _connect(ready.graph, steps, views)
-    _refuse_unknown_sizes(steps)
+    refuse_unknown_sizes(steps)
     homes = find_homes(groups)
     places, buffers = lay_out(ready.graph, steps, groups, views, homes, capabilities.alignment)
     edges = split.edges if split is not None else []
@@ -382,25 +385,6 @@ def _connect(graph: ir.Graph, steps: Sequence[PlanStep], views: Mapping[ir.Value
                     written = views.get(out, out)
                     if written not in step.outputs:
                         step.outputs.append(written)
-
-
-def _refuse_unknown_sizes(steps: Sequence[PlanStep]) -> None:
-    """Refuse values that cross steps with a shape that depends on data; inside a segment such shapes are fine.
-
-    Raises:
-        DataDependentShapeError: a value that crosses steps, or is an output, has no shape before it is computed.
-    """
-    for step in steps:
-        for value in step.outputs:
-            producer = value.producer()
-            if value.dtype is None:
-                continue  # an unused optional output
-            if static_dims(value) is None or not isinstance(value.type, ir.TensorType):
-                where = describe(producer) if producer is not None else ""
-                hint = "; give the Loop a constant trip count" if producer is not None and producer.op_type == "Loop" else ""
-                raise DataDependentShapeError(
-                    f"the shape of {value.name!r} depends on data, which a plan cannot hold: {where}{hint}"
-                )
 
 
 def _homes(steps: Sequence[PlanStep]) -> dict[ir.Node, int]:

@@ -1,0 +1,131 @@
+"""Models in which shapes depend on the data train as in PyTorch: masks that select, and edges of graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import graphc  # noqa: E402
+from graphc.distributed.threads import run_threads  # noqa: E402
+from graphc.errors import DataDependentShapeError  # noqa: E402
+
+F = torch.nn.functional
+
+
+class Masked(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A language model that scores the masked tokens only, as BERT's pretraining does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(50, 16)
+        self.rnn = torch.nn.GRU(16, 16, batch_first=True)
+        self.norm = torch.nn.LayerNorm(16)
+        self.head = torch.nn.Linear(16, 50)
+
+    def forward(self, ids: Any, mask: Any) -> Any:
+        hidden = self.norm(self.rnn(self.embed(ids))[0])
+        return F.cross_entropy(self.head(hidden[mask]), ids[mask])
+
+
+class Graph(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Two convolutions over a graph whose loops are taken out of the edges, and put back for every node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
+
+    def forward(self, x: Any, edges: Any) -> Any:
+        edges = edges[:, edges[0] != edges[1]]
+        nodes = torch.arange(x.shape[0])
+        source, target = torch.cat([edges[0], nodes]), torch.cat([edges[1], nodes])
+        degree = torch.zeros(x.shape[0]).index_add(0, target, torch.ones_like(target, dtype=torch.float32))
+        share = (degree[source] * degree[target]).rsqrt()[:, None]
+        for layer in self.layers:
+            y = layer(x)
+            x = torch.tanh(torch.zeros_like(y).index_add(0, target, y[source] * share))
+        return (x**2).mean()
+
+
+def masks(samples: int) -> list[Any]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.rand(samples, 12, generator=generator) < share for share in (0.4, 0.9, 0.1, 0.5)]
+
+
+def losses_of_pytorch(module: Any, batches: list[tuple[Any, ...]]) -> list[float]:
+    optimizer, found = torch.optim.SGD(module.parameters(), lr=0.5), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = module(*batch)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def compiled(module: Any, batch: tuple[Any, ...], **options: Any) -> Any:
+    return graphc.compile(
+        module, example_inputs=batch, loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=0.5), **options
+    )
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime:fuse=false", "numpy"])
+def test_tokens_that_a_mask_selects(backend: str) -> None:
+    torch.manual_seed(0)
+    module, ids = Masked(), torch.randint(0, 50, (6, 12))
+    program = compiled(module, (ids, masks(6)[0]), backend=backend)
+    with graphc.Trainer(program) as trainer:
+        found = [trainer.step({"ids": ids.numpy(), "mask": mask.numpy()})["loss"] for mask in masks(6)]
+        trained = trainer.trained_values()
+    wanted = losses_of_pytorch(module, [(ids, mask) for mask in masks(6)])
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    for name, parameter in module.named_parameters():
+        if name in trained:
+            np.testing.assert_allclose(trained[name], parameter.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_two_workers_count_the_tokens_that_each_selects() -> None:
+    torch.manual_seed(0)
+    module, ids = Masked(), torch.randint(0, 50, (6, 12))
+    program = compiled(module, (ids, masks(6)[0]), bucket_mb=0.001)
+
+    def work(comm: Any) -> tuple[list[float], str]:
+        mine = slice(0, 2) if comm.rank == 0 else slice(2, 6)
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            feeds = [{"ids": ids.numpy()[mine], "mask": mask.numpy()[mine]} for mask in masks(6)]
+            return [trainer.step(feed)["loss"] for feed in feeds], trainer.state_sha256()
+
+    (found, state), (_, other) = run_threads(2, work)
+    assert state == other
+    np.testing.assert_allclose(found, losses_of_pytorch(module, [(ids, mask) for mask in masks(6)]), rtol=1e-5)
+
+
+def test_edges_of_a_graph() -> None:
+    torch.manual_seed(0)
+    module, x = Graph(), torch.randn(10, 8)
+    batches = [(x, torch.randint(0, 10, (2, 30))) for _ in range(3)]
+    with graphc.Trainer(compiled(module, batches[0])) as trainer:
+        found = [trainer.step({"x": x.numpy(), "edges": edges.numpy()})["loss"] for _, edges in batches]
+    np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=2e-6)
+
+
+def test_a_collective_in_between_is_refused_with_what_to_do() -> None:
+    class Norm(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+        def forward(self, x: Any, mask: Any) -> Any:
+            return (self.norm(self.first(x))[mask] ** 2).mean() + self.norm(self.first(x)[mask]).sum()
+
+    program = compiled(Norm(), (torch.randn(6, 8), torch.ones(6).bool()), sync_batchnorm=True)
+
+    def work(comm: Any) -> None:
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            trainer.step({"x": np.ones((6, 8), np.float32), "mask": np.ones(6, bool)})
+
+    with pytest.raises(DataDependentShapeError, match="weigh them by 0 or 1"):
+        run_threads(2, work)
