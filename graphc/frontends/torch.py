@@ -207,18 +207,25 @@ def _batched(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def _training(module: torch.nn.Module) -> Iterator[None]:
-    """Training mode for the duration of the block; modes and buffers are put back (tracing updates running statistics)."""
+    """Training mode for the duration of the block. Modes, attributes and buffers are put back: tracing updates running
+    statistics, and what a module keeps for its next call (masks, biases of places) is made up while it is captured.
+    """
     import torch
 
-    modes = {m: m.training for m in module.modules()}
+    tables = ("_parameters", "_buffers", "_modules")
+    held = {m: (dict(vars(m)), {name: dict(vars(m).get(name, ())) for name in tables}) for m in module.modules()}
     buffers = {b: b.detach().clone() for b in module.buffers()}
     if not module.training:
         module.train()
     try:
         yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        for part, (attributes, members) in held.items():
+            vars(part).clear()
+            vars(part).update(attributes)
+            for name in tables:
+                vars(part).get(name, {}).clear()
+                vars(part).get(name, {}).update(members[name])
         with torch.no_grad():
             for buffer, value in buffers.items():
                 buffer.copy_(value)

@@ -104,6 +104,29 @@ def test_export_trains_what_the_module_trains_and_computes_the_same(name: str, e
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_module_keeps_nothing_of_its_export(exporter: str) -> None:
+    """Capturing makes up tensors: what a module kept of them for its next call would break it."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.bias = nn.Linear(4, 4), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.bias is None:
+                self.bias = torch.arange(float(x.shape[1]))
+                self.register_buffer("seen", torch.ones(x.shape[1]), persistent=False)
+            return self.layer(x) + self.bias * self.seen  # type: ignore[operator]
+
+    module = Cached().eval()
+    export(module, (torch.randn(3, 4),), exporter=exporter)
+    assert module.bias is None
+    assert not module.training
+    assert set(module._buffers) == set()
+    assert torch.isfinite(module(torch.randn(2, 4))).all()
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
 def test_dropout_and_batch_normalization_can_be_put_back_to_training(exporter: str) -> None:
     model = legal(export(Residual(), torch.randn(2, 3, 8, 8), exporter=exporter))
     kinds = [n.op_type for n in model.graph]
