@@ -16,6 +16,7 @@ from graphc.frontends.torch import export
 from graphc.ir.builder import Builder
 from graphc.ir.state import add_initializer
 from graphc.ir.subgraphs import finish_body, new_body
+from graphc.plan.partition import make_plan
 from tests.gradient_check import new_model, normal
 from tests.tiers import params
 
@@ -159,13 +160,28 @@ def initializers(model: ir.Model) -> tuple[ir.Value, ir.Value]:
     return loop.attributes["body"].as_graph().initializers["w"], model.graph.initializers["v"]
 
 
-def test_a_loop_without_a_bound_is_refused_by_the_plan() -> None:
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+def test_a_loop_without_a_bound_trains(backend: str) -> None:
+    model = step_model(None, until=8.0)
+    w, v = (torch.tensor(a.const_value.numpy(), requires_grad=True) for a in initializers(model))  # type: ignore[union-attr]
     program = graphc.compile(
-        step_model(None, until=2.0), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1)
+        model, loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1, momentum=0.9), backend=backend
+    )
+    with graphc.Trainer(program, threads=1) as trainer:
+        losses = [trainer.step({"input": x, "label": y})["loss"] for x, y in flat_batches()]
+    np.testing.assert_allclose(losses, looped(w, v, 1000, 8.0), rtol=1e-4)
+
+
+def test_a_loop_without_a_bound_is_refused_where_a_collective_stands_before_its_gradient() -> None:
+    program = graphc.compile(
+        step_model(None, until=8.0),
+        loss=graphc.losses.SoftmaxCrossEntropy(),
+        optimizer=graphc.optim.SGD(lr=0.1),
+        strategy="zero:stage=3",
     )
     x, y = flat_batches()[0]
-    with graphc.Trainer(program, threads=1) as trainer, pytest.raises(DataDependentShapeError, match="constant trip count"):
-        trainer.step({"input": x, "label": y})
+    with pytest.raises(DataDependentShapeError, match="constant trip count"):
+        make_plan(program.model, {"input": x.shape, "label": y.shape}, world_size=2)
 
 
 class Bags(torch.nn.Module):

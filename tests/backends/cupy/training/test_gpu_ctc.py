@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphc
-from tests.training.test_ctc import Speech, data
+from tests.training.sequence_labels import Speech, data
 
 pytestmark = pytest.mark.gpu
 
