@@ -17,6 +17,8 @@ from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, jit, specialized
 from graphc.backends.onnxruntime.kernels.scratch import on_lines
+from graphc.backends.onnxruntime.vectors.functions import LANES
+from graphc.backends.onnxruntime.vectors.pooling import highest_of_rows, highest_of_windows
 from graphc.device import Array, Run
 from graphc.ir.facts import required, shape_of_result, static_dims
 from graphc.ir.ops.convolution import Window
@@ -50,6 +52,95 @@ def _geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> Geomet
     last = np.clip((width - 1 - shift) // strides[1] + 1, first, columns)
     inside = np.where((under >= 0) & (under < height), under, -1)
     return inside.astype(np.int64), np.stack([shift, first, last], axis=1).astype(np.int64)
+
+
+def _max_pool_is_native(node: ir.Node) -> bool:
+    """Without the places of the maxima; the taps of a row are instructions of the kernel, so they may not be many."""
+    if len([v for v in node.outputs if v is not None]) > 1 or not have_spatial_axes(node, (0,), 3):
+        return False
+    taps, strides = node.attributes["kernel_shape"].as_ints(), node.attributes.get("strides")
+    stride = 1 if strides is None else strides.as_ints()[-1]
+    return len(taps) <= 3 and stride <= 4 and taps[-1] <= 16 and math.prod(taps[:-1]) <= 32
+
+
+@kernel("onnxruntime", "MaxPool", when=_max_pool_is_native)
+def max_pool(k: Binding) -> Run:
+    """Maxima of the window's rows first, then of their columns. A window that holds NaN gives NaN, as in PyTorch."""
+    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
+    window = Window.of(k.attributes, x.shape[2:])
+    assert window.begin is not None
+    lift = 5 - x.ndim
+    source, target = (array.reshape(-1, *[1] * lift, *array.shape[2:]) for array in (x, y))
+    taps, dilations, strides = ((*[1] * lift, *of) for of in (window.kernel, window.dilations, window.strides))
+    begin = (*[0] * lift, *window.begin)
+    size, out = source.shape[1:], target.shape[1:]
+    offsets, inside = _rows_under(*zip(taps, strides, dilations, begin, size, out, strict=True))
+    parts = max(1, min(k.pool.threads, math.prod(target.shape[:3]), x.size // 4096))
+    wide = max(begin[2] + size[2], strides[2] * (out[2] + LANES) + taps[2] * dilations[2]) + 2 * LANES
+    wide = -(-wide // LANES) * LANES
+    many = max(1, min(out[1], 4096 // wide))
+    lines = on_lines((parts, many * wide))[:, : many * wide].reshape(parts, many, wide)
+    lines[:] = -np.inf
+    loop = _max_pool(taps[0] * taps[1], taps[2], strides[2], dilations[2])
+    return k.pool.bind(loop, (source, target, offsets, inside, begin[2], lines), parts)
+
+
+def _rows_under(layers: Sequence[int], rows: Sequence[int], columns: Sequence[int]) -> tuple[Array, Array]:
+    """Compute which rows of a volume lie under each row of windows.
+
+    Args:
+        layers, rows, columns: for each axis: taps, stride, dilation, padding before, elements of x, and those of y.
+
+    Returns:
+        int64 (layers of y · rows of y, taps): where the rows start, in bytes; where one is outside, another of the window
+        stands in for it;
+        bool (layers of y · rows of y,): whether any is inside.
+    """
+    under = []
+    for taps, stride, dilation, begin, size, out in (layers, rows):
+        at = np.arange(out)[:, None] * stride - begin + np.arange(taps) * dilation
+        inside = (at >= 0) & (at < size)
+        at = np.where(inside, at, np.take_along_axis(at, inside.argmax(axis=1)[:, None], axis=1))
+        under.append((at, inside.any(axis=1)))
+    (d, some_d), (h, some_h) = under
+    places = (d[:, None, :, None] * rows[4] + h[None, :, None, :]) * (4 * columns[4])
+    return places.reshape(len(d) * len(h), -1).astype(np.int64), (some_d[:, None] & some_h).reshape(-1)
+
+
+@specialized
+def _max_pool(taps: int, taps_w: int, stride_w: int, dilation_w: int) -> Callable[..., None]:
+    of_rows, of_windows = highest_of_rows(taps, exact=False), highest_of_windows(taps_w, stride_w, dilation_w, exact=False)
+    any_rows, any_windows = highest_of_rows(taps, exact=True), highest_of_windows(taps_w, stride_w, dilation_w, exact=True)
+
+    @exact
+    def max_pool(x, y, offsets, inside, begin_w, lines, start, stop):
+        parts, many, wide = lines.shape
+        volume, width, rows, columns = 4 * x.shape[1] * x.shape[2] * x.shape[3], x.shape[3], len(offsets), y.shape[3]
+        every = y.shape[0] * rows
+        for part in range(start, stop):
+            at, end = every * part // parts, every * (part + 1) // parts
+            line, target = lines[part].ctypes.data, y.ctypes.data + 4 * at * columns
+            while at < end:
+                first, source = at % rows, x.ctypes.data + at // rows * volume
+                count, special = min(many, rows - first, end - at), False
+                for r in range(count):
+                    if inside[first + r]:
+                        into = line + 4 * (r * wide + begin_w)
+                        special |= of_rows(source, offsets[first + r].ctypes.data, width, into)
+                    else:
+                        lines[part, r, begin_w : begin_w + width] = -np.inf
+                if special:
+                    for r in range(count):
+                        if inside[first + r]:
+                            any_rows(source, offsets[first + r].ctypes.data, width, line + 4 * (r * wide + begin_w))
+                        any_windows(line + 4 * r * wide, target + 4 * r * columns, columns)
+                else:
+                    for r in range(count):
+                        of_windows(line + 4 * r * wide, target + 4 * r * columns, columns)
+                target += 4 * count * columns
+                at += count
+
+    return max_pool
 
 
 @kernel("onnxruntime", "graphc::MaxPoolGrad", when=lambda node: have_spatial_axes(node, (0, 1, 2), 3))

@@ -1,0 +1,28 @@
+"""Maxima of pooling windows for compiled kernels: those of rows first, then of neighbours in the row that is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphc.backends.onnxruntime.vectors.deferred import Deferred
+
+_INTRINSICS = "graphc.backends.onnxruntime.vectors.pooling_intrinsics"
+"""The module that makes them; it imports Numba."""
+
+
+def highest_of_rows(rows: int, *, exact: bool) -> Any:
+    """A function ``f(x, offsets, width, y)`` for compiled code: the maxima of ``rows`` rows of ``width`` floats, column by
+    column; whether any number is not finite, if not ``exact``.
+
+    ``offsets`` is the address of the rows' places behind x in bytes. Writes whole vectors, -∞ behind the last maximum.
+    ``exact``: NaN gives NaN; else only finite numbers give what they should.
+    """
+    return Deferred(_INTRINSICS, "highest_of_rows", rows, exact)
+
+
+def highest_of_windows(taps: int, stride: int, dilation: int, *, exact: bool) -> Any:
+    """A function ``f(x, y, count)`` for compiled code: y[q] = the maximum of x[q·stride + tap·dilation].
+
+    Reads whole vectors of x. ``exact``: NaN gives NaN.
+    """
+    return Deferred(_INTRINSICS, "highest_of_windows", taps, stride, dilation, exact)

@@ -1,0 +1,132 @@
+"""The functions of :mod:`.pooling` as Numba's intrinsics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir as ll
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, I32, I64, LANES, POINTER, call
+
+_KIND, _MASK = ll.VectorType(F32, LANES), ll.VectorType(BOOL, LANES)
+_LOWEST = ll.Constant(_KIND, [ll.Constant(F32, float("-inf"))] * LANES)
+
+
+def _first_lanes(builder: ll.IRBuilder, count: Any) -> Any:
+    """A mask of the first ``count`` lanes."""
+    kind = ll.VectorType(I32, LANES)
+    number = builder.insert_element(ll.Constant(kind, ll.Undefined), builder.trunc(count, I32), I32(0))
+    number = builder.shuffle_vector(number, ll.Constant(kind, ll.Undefined), ll.Constant(kind, None))
+    return builder.icmp_signed("<", ll.Constant(kind, [I32(k) for k in range(LANES)]), number)
+
+
+def _masked(builder: ll.IRBuilder, name: str, result: Any, operands: list[Any]) -> Any:
+    symbol = f"llvm.masked.{name}.v{LANES}f32.p0"
+    known = builder.module.globals.get(symbol)
+    kind = ll.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(known or ll.Function(builder.module, kind, symbol), operands)
+
+
+def _larger(builder: ll.IRBuilder, a: Any, b: Any, *, exact: bool) -> Any:
+    """The larger of each two; NaN if one is where ``exact``."""
+    if exact:
+        return call(builder, "maximum", _KIND, a, b)
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+def highest_of_rows(rows: int, exact: bool) -> Any:
+    """See :func:`.pooling.highest_of_rows`."""
+
+    @intrinsic
+    def run(typing_context, x, offsets, width, y):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, offsets, width, y = (context.cast(builder, v, t, types.int64) for v, t in given)
+            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+            seen = cgutils.alloca_once_value(builder, zero)
+            places = [builder.inttoptr(builder.add(offsets, I64(8 * r)), POINTER) for r in range(rows)]
+            starts = [builder.add(x, builder.load(place, typ=I64)) for place in places]
+
+            def block(at: Any, mask: Any) -> None:
+                offset, best = builder.shl(at, I64(2)), None
+                for start in starts:
+                    place = builder.inttoptr(builder.add(start, offset), POINTER)
+                    if mask is None:
+                        found = builder.load(place, typ=_KIND, align=4)
+                    else:
+                        found = _masked(builder, "load", _KIND, [place, I32(4), mask, zero])
+                    best = found if best is None else _larger(builder, best, found, exact=exact)
+                    if not exact:  # 0 · ∞ is NaN
+                        builder.store(call(builder, "fma", _KIND, found, zero, builder.load(seen, typ=_KIND)), seen)
+                if mask is not None:
+                    best = builder.select(mask, best, _LOWEST)
+                builder.store(best, builder.inttoptr(builder.add(y, offset), POINTER), align=4)
+
+            whole = builder.and_(width, I64(-LANES))
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
+                block(at, None)
+            with builder.if_then(builder.icmp_signed("<", whole, width)):
+                block(whole, _first_lanes(builder, builder.sub(width, whole)))
+            found, lanes = builder.load(seen, typ=_KIND), ll.IntType(LANES)
+            return builder.icmp_unsigned("!=", builder.bitcast(builder.fcmp_unordered("uno", found, found), lanes), lanes(0))
+
+        return types.boolean(x, offsets, width, y), emit
+
+    return run
+
+
+def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> Any:
+    """See :func:`.pooling.highest_of_windows`."""
+
+    @intrinsic
+    def run(typing_context, x, y, count):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x, y, count = (context.cast(builder, v, t, types.int64) for v, t in zip(arguments, signature.args, strict=True))
+
+            def vector(start: Any, offset: int) -> Any:
+                return builder.load(builder.inttoptr(builder.add(start, I64(4 * offset)), POINTER), typ=_KIND, align=4)
+
+            def every(loads: list[Any], phase: int) -> Any:
+                """Elements phase, phase + stride … of consecutive vectors."""
+                made = loads[0]
+                if stride == 1:
+                    return made
+                for k, load in enumerate(loads):
+                    order = []
+                    for lane in range(LANES):
+                        source, within = divmod(lane * stride + phase, LANES)
+                        order.append((within if k == 0 else lane) if source <= k - 1 or k == 0 else LANES + within)
+                    if k:
+                        mask = ll.Constant(ll.VectorType(I32, LANES), [I32(n % (2 * LANES)) for n in order])
+                        made = builder.shuffle_vector(made, load, mask)
+                    else:
+                        mask = ll.Constant(ll.VectorType(I32, LANES), [I32(n) for n in order])
+                        made = builder.shuffle_vector(load, ll.Constant(_KIND, ll.Undefined), mask)
+                return made
+
+            def block(at: Any) -> Any:
+                start = builder.add(x, builder.mul(at, I64(4 * stride)))
+                shifts: dict[int, list[Any]] = {}
+                best = None
+                for tap in range(taps):
+                    shift, phase = divmod(tap * dilation, stride)
+                    if shift not in shifts:
+                        shifts[shift] = [vector(start, shift * stride + k * LANES) for k in range(stride)]
+                    value = every(shifts[shift], phase)
+                    best = value if best is None else _larger(builder, best, value, exact=exact)
+                return best
+
+            whole = builder.and_(count, I64(-LANES))
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
+                builder.store(block(at), builder.inttoptr(builder.add(y, builder.shl(at, I64(2))), POINTER), align=4)
+            with builder.if_then(builder.icmp_signed("<", whole, count)):
+                place = builder.inttoptr(builder.add(y, builder.shl(whole, I64(2))), POINTER)
+                mask = _first_lanes(builder, builder.sub(count, whole))
+                _masked(builder, "store", ll.VoidType(), [block(whole), place, I32(4), mask])
+            return context.get_dummy_value()
+
+        return types.void(x, y, count), emit
+
+    return run
