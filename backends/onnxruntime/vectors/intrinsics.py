@@ -79,7 +79,7 @@ def tile_function(rows: int, vectors: int, adds: bool) -> Any:
             made = []
             for r in range(rows):
                 value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), POINTER), typ=F32, align=4)
-                same = _in_all_lanes(builder, value)
+                same = in_all_lanes(builder, value)
                 made.append([call(builder, "fma", kind, same, taken[v], sums[r][v]) for v in range(vectors)])
             following = builder.add(k, I64(1))
             end = builder.block
@@ -300,7 +300,7 @@ def highest_of_row() -> Any:
             best = cgutils.alloca_once_value(builder, lowest)
             with cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (at, _):
                 found = Vector(builder, [x], count, at, LANES).load(0)
-                found = builder.select(_within(builder, at, count), found, lowest)
+                found = builder.select(within(builder, at, count), found, lowest)
                 builder.store(call(builder, "maximum", kind, builder.load(best, typ=kind), found), best)
             return _folded(builder, "maximum", builder.load(best, typ=kind))
 
@@ -318,14 +318,14 @@ def exponentials() -> Any:
             x, count = (
                 context.cast(builder, v, t, types.int64) for v, t in zip(arguments[:2], signature.args[:2], strict=True)
             )
-            highest = _in_all_lanes(builder, context.cast(builder, arguments[2], signature.args[2], types.float32))
+            highest = in_all_lanes(builder, context.cast(builder, arguments[2], signature.args[2], types.float32))
             zero, kind = _vector_of(0.0), ll.VectorType(F32, LANES)
             total = cgutils.alloca_once_value(builder, zero)
             with cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (at, _):
                 vector = Vector(builder, [x], count, at, LANES)
                 below = vector.sub(vector.load(0), highest)
                 counts = builder.fcmp_unordered(">=", below, vector.number(-87.0))
-                counts = builder.and_(counts, _within(builder, at, count))
+                counts = builder.and_(counts, within(builder, at, count))
                 value = builder.select(counts, vector.exp(below), zero)
                 vector.store(value, 0)
                 builder.store(vector.add(builder.load(total, typ=kind), value), total)
@@ -336,18 +336,18 @@ def exponentials() -> Any:
     return run
 
 
-def _within(builder: ll.IRBuilder, at: Any, count: Any) -> Any:
+def within(builder: ll.IRBuilder, at: Any, count: Any) -> Any:
     """The lanes of the vector at position ``at`` that are among ``count``."""
     kind = ll.VectorType(I32, LANES)
     left = builder.trunc(builder.sub(count, at), I32)
-    return builder.icmp_signed("<", ll.Constant(kind, [I32(k) for k in range(LANES)]), _in_all_lanes(builder, left))
+    return builder.icmp_signed("<", ll.Constant(kind, [I32(k) for k in range(LANES)]), in_all_lanes(builder, left))
 
 
 def _vector_of(number: float) -> Any:
     return ll.Constant(ll.VectorType(F32, LANES), [ll.Constant(F32, number)] * LANES)
 
 
-def _in_all_lanes(builder: ll.IRBuilder, value: Any) -> Any:
+def in_all_lanes(builder: ll.IRBuilder, value: Any) -> Any:
     kind = ll.VectorType(value.type, LANES)
     lane = builder.insert_element(ll.Constant(kind, ll.Undefined), value, I32(0))
     return builder.shuffle_vector(lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(I32, LANES), None))
@@ -387,7 +387,7 @@ def butterfly_function(points: int) -> Any:
                 builder.load(builder.inttoptr(builder.add(factors, I64(4 * n)), POINTER), typ=F32, align=4)
                 for n in range(2 * points - 2)
             ]
-            same = [_in_all_lanes(builder, number) for number in numbers]
+            same = [in_all_lanes(builder, number) for number in numbers]
             with cgutils.for_range(builder, count, intp=I64) as loop:
                 at = builder.mul(loop.index, I64(8 * LANES))
                 source, target = builder.add(x, at), builder.add(y, at)

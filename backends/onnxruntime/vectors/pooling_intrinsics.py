@@ -8,18 +8,11 @@ from llvmlite import ir as ll
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, I32, I64, LANES, POINTER, call
+from graphc.backends.onnxruntime.vectors.functions import F32, I32, I64, LANES, POINTER, call
+from graphc.backends.onnxruntime.vectors.intrinsics import within
 
-_KIND, _MASK = ll.VectorType(F32, LANES), ll.VectorType(BOOL, LANES)
+_KIND = ll.VectorType(F32, LANES)
 _LOWEST = ll.Constant(_KIND, [ll.Constant(F32, float("-inf"))] * LANES)
-
-
-def _first_lanes(builder: ll.IRBuilder, count: Any) -> Any:
-    """A mask of the first ``count`` lanes."""
-    kind = ll.VectorType(I32, LANES)
-    number = builder.insert_element(ll.Constant(kind, ll.Undefined), builder.trunc(count, I32), I32(0))
-    number = builder.shuffle_vector(number, ll.Constant(kind, ll.Undefined), ll.Constant(kind, None))
-    return builder.icmp_signed("<", ll.Constant(kind, [I32(k) for k in range(LANES)]), number)
 
 
 def _masked(builder: ll.IRBuilder, name: str, result: Any, operands: list[Any]) -> Any:
@@ -68,7 +61,7 @@ def highest_of_rows(rows: int, exact: bool) -> Any:
             with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
                 block(at, None)
             with builder.if_then(builder.icmp_signed("<", whole, width)):
-                block(whole, _first_lanes(builder, builder.sub(width, whole)))
+                block(whole, within(builder, whole, width))
             found, lanes = builder.load(seen, typ=_KIND), ll.IntType(LANES)
             return builder.icmp_unsigned("!=", builder.bitcast(builder.fcmp_unordered("uno", found, found), lanes), lanes(0))
 
@@ -89,21 +82,14 @@ def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> An
                 return builder.load(builder.inttoptr(builder.add(start, I64(4 * offset)), POINTER), typ=_KIND, align=4)
 
             def every(loads: list[Any], phase: int) -> Any:
-                """Elements phase, phase + stride … of consecutive vectors."""
+                """Elements phase, phase + stride … of vectors that lie one behind another, put together vector by vector."""
+                places = [divmod(lane * stride + phase, LANES) for lane in range(LANES)]
                 made = loads[0]
-                if stride == 1:
-                    return made
-                for k, load in enumerate(loads):
-                    order = []
-                    for lane in range(LANES):
-                        source, within = divmod(lane * stride + phase, LANES)
-                        order.append((within if k == 0 else lane) if source <= k - 1 or k == 0 else LANES + within)
-                    if k:
-                        mask = ll.Constant(ll.VectorType(I32, LANES), [I32(n % (2 * LANES)) for n in order])
-                        made = builder.shuffle_vector(made, load, mask)
-                    else:
-                        mask = ll.Constant(ll.VectorType(I32, LANES), [I32(n) for n in order])
-                        made = builder.shuffle_vector(load, ll.Constant(_KIND, ll.Undefined), mask)
+                for k, load in enumerate(loads[:stride]):
+                    order = [
+                        I32(LANES + within_load if source == k else lane) for lane, (source, within_load) in enumerate(places)
+                    ]
+                    made = builder.shuffle_vector(made, load, ll.Constant(ll.VectorType(I32, LANES), order))
                 return made
 
             def block(at: Any) -> Any:
@@ -123,8 +109,7 @@ def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> An
                 builder.store(block(at), builder.inttoptr(builder.add(y, builder.shl(at, I64(2))), POINTER), align=4)
             with builder.if_then(builder.icmp_signed("<", whole, count)):
                 place = builder.inttoptr(builder.add(y, builder.shl(whole, I64(2))), POINTER)
-                mask = _first_lanes(builder, builder.sub(count, whole))
-                _masked(builder, "store", ll.VoidType(), [block(whole), place, I32(4), mask])
+                _masked(builder, "store", ll.VoidType(), [block(whole), place, I32(4), within(builder, whole, count)])
             return context.get_dummy_value()
 
         return types.void(x, y, count), emit

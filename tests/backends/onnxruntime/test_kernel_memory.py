@@ -171,6 +171,12 @@ CASES: Mapping[str, Sequence[Case]] = {
     "LayerNormalization": [c(f(3, 4, 5), f(5), f(5)), c(f(3, 4, 5), f(4, 5), axis=1)],
     "graphc::LayerNormalizationGrad": [c(f(3, 4, 5), f(3, 4, 5), f(5), f(3, 4, 1), f(3, 4, 1))],
     "graphc::LRNGrad": [c(f(2, 5, 3, 3), f(2, 5, 3, 3), f(2, 5, 3, 3), size=3), c(f(2, 2, 9), f(2, 2, 9), f(2, 2, 9), size=7)],
+    "MaxPool": [
+        c(f(2, 3, 9, 7), **WINDOW),
+        c(f(2, 3, 9), kernel_shape=[3], strides=[2]),
+        c(f(2, 3, 5, 6, 39), kernel_shape=[3, 2, 3], strides=[2, 2, 2], ceil_mode=1),
+        c(f(2, 3, 5, 35), kernel_shape=[2, 5], strides=[1, 3]),
+    ],
     "graphc::MaxPoolGrad": [
         c(f(2, 3, 5, 7), f(2, 3, 9, 7), f(2, 3, 5, 7), **WINDOW),
         c(f(2, 3, 4), f(2, 3, 9), f(2, 3, 4), kernel_shape=[3], strides=[2]),

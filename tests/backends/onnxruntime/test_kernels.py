@@ -188,6 +188,10 @@ def test_convolutions_that_share_scratch_memory(pool: ThreadPool) -> None:
         ((15,), {"kernel_shape": [5], "pads": [2, 2]}),
         ((15,), {"kernel_shape": [4], "strides": [2], "ceil_mode": 1}),
         ((64,), {"kernel_shape": [2], "strides": [2]}),
+        ((50, 37), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+        ((19, 41), {"kernel_shape": [9, 13], "pads": [4, 6, 4, 6]}),
+        ((9, 79), {"kernel_shape": [2, 3], "strides": [3, 3], "dilations": [4, 5]}),
+        ((9, 70), {"kernel_shape": [4, 4], "strides": [4, 4]}),
         ((6, 7, 8), {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}),
         ((7, 7, 9), {"kernel_shape": [3, 2, 2], "strides": [3, 2, 2]}),
         ((6, 7, 8), {"kernel_shape": [3, 2, 3], "strides": [2, 1, 3], "pads": [1, 0, 1, 0, 1, 1]}),
@@ -197,6 +201,7 @@ def test_convolutions_that_share_scratch_memory(pool: ThreadPool) -> None:
 def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: ThreadPool) -> None:
     x = rng.integers(0, 5, (2, 3, *size)).astype(np.float32)  # many equal maxima: the first must win
     (y,) = reference("MaxPool", [x], attributes)
+    compare("MaxPool", [x - 3], attributes, pool)
     compare("graphc::MaxPoolGrad", [normal(*y.shape), x, y], attributes, pool)
     dy, where = normal(*y.shape), torch.tensor(x, requires_grad=True)
     if attributes["kernel_shape"] == attributes.get("strides"):  # PyTorch takes the last NaN of a window
@@ -207,6 +212,8 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
         operands = [dy, where.detach().numpy(), pooled.detach().numpy()]
         (got,) = native("graphc::MaxPoolGrad", operands, attributes, pool, [x])
         np.testing.assert_array_equal(got, where.grad.numpy())
+        (got,) = native("MaxPool", operands[1:2], attributes, pool, operands[2:])
+        np.testing.assert_array_equal(got, operands[2])
     if "dilations" in attributes or len(size) > 2:
         return
     for include in (0, 1):
