@@ -68,9 +68,9 @@ def _max_pool_is_native(node: ir.Node) -> bool:
 def max_pool(k: Binding) -> Run:
     """Maxima of the window's rows first, then of their columns. A window that holds NaN gives NaN, as in PyTorch.
 
-    µs in one and two threads of AVX-512 cores, here and in onnxruntime: 4 × 64 × 111 × 111 by 3 × 3 and stride 2, 340, 170 and 920,
-    440; 64 × 6 × 28 × 28 by 2 × 2, 35, 18 and 61, 31; 4 × 64 × 35 × 35 by 13 × 13 and stride 1, 289, 144 and 917, 487. Planes of
-    few pixels take longer than there, 44 and 24 against 21 and 13 for 16 × 128 × 8 × 8, but no segment's start.
+    µs in one and two threads of AVX-512 cores, here and in onnxruntime: 4 × 64 × 111 × 111 by 3 × 3 and stride 2, 340, 170 and
+    920, 440; 64 × 6 × 28 × 28 by 2 × 2, 35, 18 and 61, 31; 4 × 64 × 35 × 35 by 13 × 13 and stride 1, 289, 144 and 917, 487.
+    Planes of few pixels take longer than there, 16 × 128 × 8 × 8 44 and 24 against 21 and 13, but no start of a segment.
     """
     (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
     window = Window.of(k.attributes, x.shape[2:])
