@@ -44,12 +44,20 @@ class Pool(Protocol):
     threads: int
     bf16_products: bool
 
-    def bind(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> Run:
+    def bind(
+        self,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        total: int,
+        grain: int = 1,
+        *,
+        held: tuple[object, ...] = (),
+    ) -> Run:
         """Bind ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)``; the result runs it and waits.
 
         ``function`` must release the GIL (``numba.njit(nogil=True)``). ``arguments`` are arrays, whose addresses are taken now,
         and numbers. Ranges hold at least ``grain`` items; the same ``total`` is always cut the same way, so results do not
-        depend on timing.
+        depend on timing. ``held`` lives as long as the result.
         """
 
     def run(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> None:
@@ -253,10 +261,15 @@ class Backend(Capabilities, Protocol):
         """Allocate the memory and compile the kernels of everything bound: the plan is complete, and steps allocate nothing."""
         return
 
-    def record(self, runs: Sequence[Run]) -> Run:
-        """Combine bound work that only queues into one closure; none of ``runs`` reads a result on the host.
+    def joins(self, run: Run) -> bool:
+        """Whether a backend on the host runs this and neighbours of its kind faster as one (:meth:`record`)."""
+        return False
 
-        They run in order. A device may record what they queue and replay it in later calls.
+    def record(self, runs: Sequence[Run]) -> Run:
+        """Combine bound work that only queues, or that a backend on the host joins, into one closure.
+
+        They run in order. None of ``runs`` reads a result on the host of a device, which may record what they queue and replay
+        it in later calls.
         """
         return in_order(runs)
 

@@ -84,17 +84,24 @@ def only_queues(run: Run) -> bool:
     return bool(getattr(run, "queued", True))
 
 
-def in_order(runs: Sequence[Run]) -> Run:
-    """A closure that calls ``runs`` one after another."""
-    held = tuple(runs)
-    if len(held) == 1:
-        return held[0]
+class InOrder:
+    """Bound work that calls ``runs`` one after another."""
 
-    def run() -> None:
-        for one in held:
+    __slots__ = ("runs",)
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+
+    def __call__(self) -> None:
+        for one in self.runs:
             one()
 
-    return run if all(only_queues(one) for one in held) else HostSync(run)
+
+def in_order(runs: Sequence[Run]) -> Run:
+    """``runs`` one after another, as one."""
+    if len(runs) == 1:
+        return runs[0]
+    return InOrder(runs) if all(only_queues(one) for one in runs) else HostSync(InOrder(runs))
 
 
 class Event(Protocol):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,18 +201,7 @@ def _origin(name: str, names: Mapping[str, str]) -> tuple[str, str]:
 
 def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
     addresses = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
-    place, function = ctypes.addressof(addresses), compiled.load()
-    if compiled.units * compiled.elements < 2 * GRAIN or pool.threads == 1:
-        alone = functools.partial(function, place, 0, compiled.units)
-        return _holding(alone, addresses, arrays)
     grain = max(1, GRAIN // max(1, compiled.elements))
-    return _holding(pool.bind(function, (place,), compiled.units, grain), addresses, arrays)
-
-
-def _holding(run: Run, *held: object) -> Run:
-    """``run``, with the memory whose addresses it knows: that lives as long as the closure."""
-
-    def go(held: object = held) -> None:
-        run()
-
-    return go
+    if compiled.units * compiled.elements < 2 * GRAIN:
+        grain = compiled.units
+    return pool.bind(compiled.load(), (ctypes.addressof(addresses),), compiled.units, grain, held=(addresses, arrays))

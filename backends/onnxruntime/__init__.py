@@ -36,6 +36,7 @@ try:
     from graphc.backends.host.processor import check_runs_here, multiplies_bfloat16
     from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
+    from graphc.backends.onnxruntime.calls import in_a_row, native_calls
     from graphc.backends.onnxruntime.guards import guarded
     from graphc.backends.onnxruntime.kernels.onednn import library
     from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
@@ -231,6 +232,12 @@ class OnnxRuntimeBackend(Backend):
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         kernel = native_kernel(self.name, node)
         return kernel.inplace if kernel is not None else {}
+
+    def joins(self, run: Run) -> bool:
+        return native_calls(run) is not None
+
+    def record(self, runs: Sequence[Run]) -> Run:
+        return in_a_row([call for run in runs for call in native_calls(run) or ()])
 
     def all_finite(self, array: Array) -> bool:
         if array.dtype == np.float32 or ir.DataType.from_numpy(array.dtype) in HALVES:

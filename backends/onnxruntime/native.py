@@ -99,10 +99,9 @@ class Bound:
 
 
 @functools.cache
-def team_runner() -> Callable[[int], None]:
-    """The compiled ``run(call)`` of :data:`TEAM`."""
-    address = compiler().address_of("team", lambda name: TEAM.format(name=name))
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+def team_runner() -> int:
+    """The address of the compiled ``run(call)`` of :data:`TEAM`."""
+    return compiler().address_of("team", lambda name: TEAM.format(name=name))
 
 
 def bind_code(address: int, words: int, *held: Any) -> Bound:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from graphc.backends.onnxruntime.calls import NativeCall, alone_runner
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.kernels.onednn import library
 from graphc.backends.onnxruntime.native import Bound, bind_code, bind_numba, team_runner
@@ -79,7 +80,15 @@ class ThreadPool:
         self._workers: list[_Worker] = []
         self._closer = weakref.finalize(self, _stop, self._workers)
 
-    def bind(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> Run:
+    def bind(
+        self,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        total: int,
+        grain: int = 1,
+        *,
+        held: tuple[object, ...] = (),
+    ) -> Run:
         """Bind ``function(*arguments, start, stop)`` over a fixed partition of ``range(total)``.
 
         What Numba compiled, and ctypes functions ``f(address, start, stop)``, run natively: a call of the result is one call
@@ -88,19 +97,21 @@ class ThreadPool:
         Args:
             function: releases the GIL; the types of ``arguments`` are those of every run.
             arguments: arrays, whose addresses are taken now, and numbers.
+            held: what must live as long as the result.
         """
         ranges = partition(total, grain, self.threads)
         bound = _bound(function, arguments)
         if bound is None:
-            return partial(self._spread, function, arguments, ranges)
+            return _holding(partial(self._spread, function, arguments, ranges), held)
         team = library()
         if len(ranges) == 1:
-            return _checked(partial(_CODE(bound.code), bound.words, 0, total), bound)
+            call = np.array([bound.code, bound.words, total], dtype=np.int64)
+            return NativeCall(alone_runner(), call.ctypes.data, bound.failed, bound.check, bound, call, held)
         if team is None or team.region is None:
-            return _checked(partial(self._spread, _CODE(bound.code), (bound.words,), ranges), bound)
+            return _checked(partial(self._spread, _CODE(bound.code), (bound.words,), ranges), bound, held)
         # A region always has all threads of the team: OpenMP ends those that a smaller one leaves out.
         call = np.array([bound.code, bound.words, total, len(ranges), self.threads, *team.region], dtype=np.int64)
-        return _checked(partial(team_runner(), call.ctypes.data), bound, call)
+        return NativeCall(team_runner(), call.ctypes.data, bound.failed, bound.check, bound, call, held)
 
     def run(self, function: Callable[..., None], arguments: tuple[Any, ...], total: int, grain: int = 1) -> None:
         """Bind a function and run it once (see :meth:`bind`)."""
@@ -151,6 +162,13 @@ def _checked(go: Run, bound: Bound, *held: object) -> Run:
         go()
         if failed[0]:
             bound.check()
+
+    return run
+
+
+def _holding(go: Run, held: object) -> Run:
+    def run(held: object = held) -> None:
+        go()
 
     return run
 

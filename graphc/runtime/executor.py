@@ -1,8 +1,8 @@
 """Binds a plan to memory, a backend and a communicator, and runs it.
 
-Everything is looked up, allocated and checked when the plan is bound; a step is a walk over a list of closures. On a device
-these only queue work, and consecutive closures that do not need the host are recorded as one (:meth:`Backend.record`); the
-host waits once, for the results. A step may be queued before those of the last one are read:
+Everything is looked up, allocated and checked when the plan is bound; a step is a walk over a list of closures. A backend on the
+host may join neighbours. On a device closures only queue work, and consecutive ones that do not need the host are recorded as one
+(:meth:`Backend.record`); the host waits once, for the results. A step may be queued before those of the last one are read:
 
     device   … step k ── results k ── step k + 1 ── results k + 1 …
     host       queue k + 1 │ read k │ queue k + 2 │ read k + 1
@@ -119,13 +119,15 @@ class Executor:
             self._results.append(bind_results(places, self._check, lambda: self._scale))
             self.outputs = self._results[0].outputs
         updates = {step.name for step in plan.steps if step.kind == "update"}
-        self.runs, self._names = self._joined([*begin, *bound], wrap)
-        self._first_update = next((k for k, name in enumerate(self._names) if name in updates), None)
+        rows = self._joined([*begin, *bound], wrap)
+        self.runs, self._names = [run for run, _ in rows], [_span(names) for _, names in rows]
+        self._first_update = next((k for k, (_, names) in enumerate(rows) if not updates.isdisjoint(names)), None)
         steps, apart = [*begin, *bound], _begun_elsewhere([*begin, *bound])
         self.runs_ahead = (
             not self._on_host and wrap is None and plan.stop is not None and all(_queues(one, apart) for one in steps)
         )
-        self._within, self._names_within = self._joined([*begin, *(one for one in bound if not one.once)], wrap)
+        rows = self._joined([*begin, *(one for one in bound if not one.once)], wrap)
+        self._within, self._names_within = [run for run, _ in rows], [_span(names) for _, names in rows]
 
     def run(self, feeds: Mapping[str, Array], *, index: int = 0, last: bool = True, meanwhile: Run | None = None) -> None:
         """Copy the feeds in and execute one step, or one micro-batch of it; results are in :attr:`outputs` after the last.
@@ -235,20 +237,25 @@ class Executor:
             return found
         return None
 
-    # On a device ------------------------------------------------------------------------------------------------------
+    def _joined(self, steps: Sequence[_Bound], wrap: Wrap | None) -> list[tuple[Run, list[str]]]:
+        """The closures of a step, each with the steps of the plan in it: a device's queueing work in rows, native calls too."""
+        apart = set() if self._on_host or wrap is not None else _begun_elsewhere(steps)
 
-    def _joined(self, steps: Sequence[_Bound], wrap: Wrap | None) -> tuple[list[Run], list[str]]:
-        """The closures of a step, with each row of queueing work combined into one, and the contents of each row."""
-        if self._on_host or wrap is not None:
-            return [one.run for one in steps], [one.name for one in steps]
-        runs: list[Run] = []
-        names: list[str] = []
-        apart = _begun_elsewhere(steps)
-        for queues, group in itertools.groupby(steps, lambda one: _queues(one, apart)):
+        def joins(one: _Bound) -> bool:
+            if wrap is not None:
+                return False
+            return self._backend.joins(one.run) if self._on_host else _queues(one, apart)
+
+        rows: list[tuple[Run, list[str]]] = []
+        for joined, group in itertools.groupby(steps, joins):
             row = list(group)
-            runs += [self._record([one.run for one in row])] if queues else [one.run for one in row]
-            names += [_span([one.name for one in row])] if queues else [one.name for one in row]
-        return runs, names
+            if joined:
+                rows.append((self._record([one.run for one in row]), [one.name for one in row]))
+            else:
+                rows += [(one.run, [one.name]) for one in row]
+        return rows
+
+    # On a device ------------------------------------------------------------------------------------------------------
 
     def _record(self, row: list[Run]) -> Run:
         record = self._backend.record

@@ -17,15 +17,18 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from graphc.backend import Pool
+from graphc.backends.host.compiler import compiler
 from graphc.backends.host.processor import processor
+from graphc.backends.onnxruntime.calls import NativeCall
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.device import Run
 
 Handle: TypeAlias = "ctypes.c_void_p"
 
@@ -169,6 +172,54 @@ def _resting_threads() -> Iterator[None]:
         del os.environ["GOMP_SPINCOUNT"]
 
 
+_PRIMITIVES = """
+define void @{name}(ptr %call) {{
+  %place.get = getelementptr i64, ptr %call, i64 1
+  %get = load ptr, ptr %place.get
+  %place.set = getelementptr i64, ptr %call, i64 2
+  %set = load ptr, ptr %place.set
+  %place.execute = getelementptr i64, ptr %call, i64 3
+  %execute = load ptr, ptr %place.execute
+  %place.threads = getelementptr i64, ptr %call, i64 4
+  %threads = load i32, ptr %place.threads
+  %place.count = getelementptr i64, ptr %call, i64 5
+  %count = load i64, ptr %place.count
+  %primitives = getelementptr i64, ptr %call, i64 6
+  %before = call i32 %get()
+  call void %set(i32 %threads)
+  br label %work
+work:
+  %i = phi i64 [ 0, %0 ], [ %next, %work ]
+  %at = mul i64 %i, 4
+  %one = getelementptr i64, ptr %primitives, i64 %at
+  %primitive = load ptr, ptr %one
+  %place.stream = getelementptr i64, ptr %one, i64 1
+  %stream = load ptr, ptr %place.stream
+  %place.number = getelementptr i64, ptr %one, i64 2
+  %number = load i32, ptr %place.number
+  %place.arguments = getelementptr i64, ptr %one, i64 3
+  %arguments = load ptr, ptr %place.arguments
+  %status = call i32 %execute(ptr %primitive, ptr %stream, i32 %number, ptr %arguments)
+  %wide = sext i32 %status to i64
+  %known = load i64, ptr %call
+  %all = or i64 %known, %wide
+  store i64 %all, ptr %call
+  %next = add i64 %i, 1
+  %more = icmp slt i64 %next, %count
+  br i1 %more, label %work, label %end
+end:
+  call void %set(i32 %before)
+  ret void
+}}
+"""
+"""Runs primitives: status, three functions (threads in use, use threads, execute), threads, count, and four words for each."""
+
+
+@functools.cache
+def _primitives_runner() -> int:
+    return compiler().address_of("primitives", lambda name: _PRIMITIVES.format(name=name))
+
+
 class Primitive:
     """An operation over fixed float32 arrays, with copies to and from the layouts that oneDNN chose.
 
@@ -232,26 +283,28 @@ class Primitive:
         self._alive.append(packed)
         self._calls.append((primitive, self._lib.stream, len(arguments), ctypes.addressof(packed)))
 
-    def runner(self) -> Callable[[], None]:
-        """A closure that runs the primitive and its layout copies, in ``threads`` OpenMP threads."""
-        lib, threads, calls, scratch = self._lib, self._threads, tuple(self._calls), self._scratch
-        execute, use_threads, threads_in_use = lib.execute, lib.use_threads, lib.threads_in_use
+    def runner(self) -> Run:
+        """What runs the primitive and its layout copies, in the threads of the pool."""
+        lib = self._lib
+        # the number of threads is a setting of each thread, shared with other users of OpenMP in the process
+        functions = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (lib.threads_in_use, lib.use_threads, lib.execute)]
+        words = [
+            word
+            for primitive, stream, count, arguments in self._calls
+            for word in (primitive.value, stream.value, count, arguments)
+        ]
+        call = np.array([0, *functions, self._threads, len(self._calls), *words], dtype=np.int64)
 
-        def run() -> None:
-            if self._generation != scratch.generation:
-                self._place()
-            before = threads_in_use()  # a per-thread setting, shared with other users of OpenMP in the process
-            use_threads(threads)
-            status = 0
-            for call in calls:
-                status |= execute(*call)
-            use_threads(before)
-            if status:
-                raise OneDnnError(f"{type(self).__name__} failed with status {status}")
+        def check() -> None:
+            status, call[0] = int(call[0]), 0
+            raise OneDnnError(f"{type(self).__name__} failed with status {status}")
 
-        return run
+        return NativeCall(_primitives_runner(), call.ctypes.data, call[:1], check, self, call, prepare=self._place)
 
     def _place(self) -> None:
+        """Tell the primitives where the scratchpad is, if it moved."""
+        if self._generation == self._scratch.generation:
+            return
         base = self._scratch.address
         for memory, offset in self._moves:
             self._lib.move(memory, base + offset)

@@ -1,0 +1,179 @@
+"""Rows of native calls: what a step computes in machine code, one after another, as one call.
+
+A row is a table of functions ``void f(ptr)``, their arguments and the flags that they set when they fail. One native loop walks
+it, so that Python takes no part between kernels, and other threads may run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from graphc.backends.host.compiler import compiler
+from graphc.device import InOrder, Run
+
+SLICE = 50_000_000
+"""Nanoseconds after which a row returns to Python, where signals are handled, before it goes on."""
+
+_CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_ROW = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+
+_ALONE = """
+define void @{name}(ptr %call) {{
+  %code = load ptr, ptr %call
+  %place.words = getelementptr i64, ptr %call, i64 1
+  %words = load ptr, ptr %place.words
+  %place.total = getelementptr i64, ptr %call, i64 2
+  %total = load i64, ptr %place.total
+  call void %code(ptr %words, i64 0, i64 %total)
+  ret void
+}}
+"""
+"""Runs a call, three words: code, words, total."""
+
+_LOOP = """
+define i64 @{name}(ptr %row, i64 %first) {{
+  %count = load i64, ptr %row
+  %place.clock = getelementptr i64, ptr %row, i64 1
+  %clock = load ptr, ptr %place.clock
+  %place.which = getelementptr i64, ptr %row, i64 2
+  %which = load i32, ptr %place.which
+  %place.slice = getelementptr i64, ptr %row, i64 3
+  %slice = load i64, ptr %place.slice
+  %calls = getelementptr i64, ptr %row, i64 4
+  %now = alloca [2 x i64]
+  %place.part = getelementptr i64, ptr %now, i64 1
+  %begun = call i32 %clock(i32 %which, ptr %now)
+  %start.seconds = load i64, ptr %now
+  %start.part = load i64, ptr %place.part
+  br label %test
+test:
+  %i = phi i64 [ %first, %0 ], [ %next, %checked ]
+  %more = icmp slt i64 %i, %count
+  br i1 %more, label %work, label %end
+work:
+  %at = mul i64 %i, 3
+  %call = getelementptr i64, ptr %calls, i64 %at
+  %code = load ptr, ptr %call
+  %place.words = getelementptr i64, ptr %call, i64 1
+  %words = load ptr, ptr %place.words
+  %place.flag = getelementptr i64, ptr %call, i64 2
+  %flag = load ptr, ptr %place.flag
+  call void %code(ptr %words)
+  %next = add i64 %i, 1
+  %failed = load i64, ptr %flag
+  %bad = icmp ne i64 %failed, 0
+  br i1 %bad, label %stop, label %checked
+checked:
+  %asked = call i32 %clock(i32 %which, ptr %now)
+  %seconds = load i64, ptr %now
+  %part = load i64, ptr %place.part
+  %whole = sub i64 %seconds, %start.seconds
+  %fraction = sub i64 %part, %start.part
+  %scaled = mul i64 %whole, 1000000000
+  %passed = add i64 %scaled, %fraction
+  %over = icmp sgt i64 %passed, %slice
+  br i1 %over, label %end, label %test
+stop:
+  %minus = sub i64 0, %next
+  ret i64 %minus
+end:
+  %reached = phi i64 [ %count, %test ], [ %next, %checked ]
+  ret i64 %reached
+}}
+"""
+"""Walks a row, four words and three for each call: count, clock_gettime, its clock, the time slice; code, words, flag.
+
+Returns the place of the next call, or minus that if the last one failed."""
+
+
+class NativeCall:
+    """Bound work that is one call of machine code, alone or in a row.
+
+    Args:
+        code, words: addresses of ``void f(ptr words)`` and of its argument.
+        failed: int64, a number that is not 0 after the function failed.
+        check: raises the error of a failure, and resets the number.
+        prepare: called before the function.
+        held: what must live as long as this.
+    """
+
+    __slots__ = ("_run", "check", "code", "failed", "held", "prepare", "words")
+
+    def __init__(
+        self,
+        code: int,
+        words: int,
+        failed: np.ndarray[Any, Any],
+        check: Run,
+        *held: object,
+        prepare: Run | None = None,
+    ) -> None:
+        self.code, self.words, self.failed, self.check, self.prepare, self.held = code, words, failed, check, prepare, held
+        self._run = _CODE(code)
+
+    def __call__(self) -> None:
+        if self.prepare is not None:
+            self.prepare()
+        self._run(self.words)
+        if self.failed[0]:
+            self.check()
+
+
+def native_calls(run: Run) -> list[NativeCall] | None:
+    """The calls of machine code of which bound work consists; None: not of these alone."""
+    if isinstance(run, NativeCall):
+        return [run]
+    if not isinstance(run, InOrder):
+        return None
+    found: list[NativeCall] = []
+    for one in run.runs:
+        calls = native_calls(one)
+        if calls is None:
+            return None
+        found += calls
+    return found
+
+
+def in_a_row(calls: Sequence[NativeCall]) -> Run:
+    """One closure that runs all calls, natively."""
+    if len(calls) == 1:
+        return calls[0]
+    words = [word for call in calls for word in (call.code, call.words, call.failed.ctypes.data)]
+    table = np.array([len(calls), *_clock(), SLICE, *words], dtype=np.int64)
+    loop, address, count = _row_runner(), table.ctypes.data, len(calls)
+    prepare = tuple(call.prepare for call in calls if call.prepare is not None)
+
+    def run(held: object = (calls, table)) -> None:
+        for one in prepare:
+            one()
+        reached = loop(address, 0)
+        while reached != count:
+            if reached < 0:
+                calls[-reached - 1].check()
+            reached = loop(address, abs(reached))
+
+    return run
+
+
+@functools.cache
+def _clock() -> tuple[int, int]:
+    """The address of ``clock_gettime`` and the number of a clock that only goes forward."""
+    function = ctypes.CDLL(None).clock_gettime
+    return ctypes.cast(function, ctypes.c_void_p).value or 0, time.CLOCK_MONOTONIC
+
+
+@functools.cache
+def _row_runner() -> Callable[[int, int], int]:
+    return _ROW(compiler().address_of("row", lambda name: _LOOP.format(name=name)))
+
+
+@functools.cache
+def alone_runner() -> int:
+    """The address of the compiled ``run(call)`` of a function that runs in the calling thread."""
+    return compiler().address_of("alone", lambda name: _ALONE.format(name=name))

@@ -1,0 +1,118 @@
+"""Rows of native calls: in order, to the one that fails, and back in Python where they take long."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("onnxruntime")
+
+import graphc
+from graphc.backends import onnxruntime
+from graphc.backends.onnxruntime.calls import NativeCall, in_a_row, native_calls
+from graphc.backends.onnxruntime.pool import ThreadPool
+from graphc.device import in_order
+from graphc.errors import InternalError
+from graphc.frontends.torch import export
+
+Array = np.ndarray[Any, Any]
+
+
+@numba.njit(nogil=True)
+def _follow(values: Array, number: float, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        if values[i] < 0:
+            raise ValueError("negative")
+        values[i] = 10 * values[i] + number
+
+
+@numba.njit(nogil=True)
+def _work(values: Array, rounds: int, start: int, stop: int) -> None:
+    for _ in range(rounds):
+        for i in range(start, stop):
+            values[i] = np.sqrt(values[i] + 1.0)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_calls_of_a_row_run_in_order_to_the_one_that_fails(threads: int) -> None:
+    values, pool = np.zeros(6), ThreadPool(threads)
+    calls = [pool.bind(_follow, (values, float(k)), 6) for k in (1, 2, 3)]
+    found = native_calls(in_order([calls[0], in_order(calls[1:])]))
+    assert found is not None
+    row = in_a_row(found)
+    row()
+    assert values.tolist() == [123] * 6
+    values[:] = 0
+    values[5] = -1
+    with pytest.raises(InternalError, match="native kernel failed"):
+        row()
+    assert values[0] == 1  # nothing ran behind the first
+    values[:] = 0
+    row()
+    assert values.tolist() == [123] * 6
+    pool.close()
+
+
+def test_work_of_python_joins_no_row() -> None:
+    pool = ThreadPool(1)
+    native = pool.bind(_follow, (np.zeros(1), 0.0), 1)
+    assert native_calls(in_order([native, lambda: None])) is None
+
+
+def test_a_signal_is_handled_within_a_long_row() -> None:
+    class AlarmError(Exception):
+        pass
+
+    def ring(*_: object) -> None:
+        raise AlarmError
+
+    values, pool = np.zeros(1000), ThreadPool(1)
+    one = pool.bind(_work, (values, 10), 1000)
+    one()
+    begun = time.perf_counter()
+    pool.bind(_work, (values, 1000), 1000)()
+    each = (time.perf_counter() - begun) / 1000
+    call = pool.bind(_work, (values, max(1, int(0.02 / each))), 1000)  # about 20 ms
+    assert isinstance(call, NativeCall)
+    row = in_a_row([call] * 250)
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    begun = time.perf_counter()
+    try:
+        with pytest.raises(AlarmError):
+            row()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert time.perf_counter() - begun < 2  # of five seconds
+
+
+@pytest.mark.full
+def test_kernels_of_a_step_are_rows_unless_they_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6)))
+    x = torch.randn(256, 128)
+    program = graphc.compile(export(module, (x,)), loss=graphc.losses.SoftmaxCrossEntropy(), optimizer=graphc.optim.SGD(lr=0.1))
+    kinds, sizes = list[str](), list[int]()
+
+    def row_of(calls: Any) -> Any:
+        sizes.append(len(calls))
+        return in_a_row(calls)
+
+    monkeypatch.setattr(onnxruntime, "in_a_row", row_of)
+
+    def noted(kind: str, name: str, run: Any) -> Any:
+        kinds.append(kind)
+        return run
+
+    feeds = {next(v.name for v in program.model.graph.inputs if v.name != "label"): x.numpy(), "label": np.zeros(256, np.int64)}
+    with graphc.Trainer(program, threads=1, wrap=noted) as watched, graphc.Trainer(program, threads=1) as plain:
+        loss = watched.step(feeds)["loss"]
+        assert not sizes
+        assert plain.step(feeds)["loss"] == loss
+        assert plain.state_sha256() == watched.state_sha256()
+    assert max(sizes) > kinds.count("kernel") / 3
