@@ -2,8 +2,8 @@
 
 Everything is looked up, allocated and checked when the plan is bound; a step is a walk over a list of closures, of which a
 backend on the host may join neighbours. On a device closures only queue work, and consecutive ones that do not need the host
-are recorded as one (:meth:`Backend.record`); the host waits once, for the results. A step may be queued before those of the last
-one are read:
+are recorded as one (:meth:`Backend.record`); the host waits once, for the results. A step may be queued before those of the
+last one are read:
 
     device   … step k ── results k ── step k + 1 ── results k + 1 …
     host       queue k + 1 │ read k │ queue k + 2 │ read k + 1
