@@ -32,11 +32,11 @@ try:
     import onnxruntime as ort
 
     from graphc.backends.host import segment as host
+    from graphc.backends.host.calls import in_a_row, native_calls
     from graphc.backends.host.language import LanguageError
     from graphc.backends.host.processor import check_runs_here, multiplies_bfloat16
     from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
-    from graphc.backends.onnxruntime.calls import in_a_row, native_calls
     from graphc.backends.onnxruntime.guards import guarded
     from graphc.backends.onnxruntime.kernels.onednn import library
     from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from graphc.backends.onnxruntime.calls import NativeCall, alone_runner
+from graphc.backends.host.calls import NativeCall, alone_runner
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.kernels.onednn import library
 from graphc.backends.onnxruntime.native import Bound, bind_code, bind_numba, team_runner

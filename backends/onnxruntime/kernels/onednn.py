@@ -24,9 +24,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from graphc.backend import Pool
+from graphc.backends.host.calls import NativeCall
 from graphc.backends.host.compiler import compiler
 from graphc.backends.host.processor import processor
-from graphc.backends.onnxruntime.calls import NativeCall
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.device import Run
 

@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime")
 
 import graphc
 from graphc.backends import onnxruntime
-from graphc.backends.onnxruntime.calls import NativeCall, in_a_row, native_calls
+from graphc.backends.host.calls import NativeCall, in_a_row, native_calls
 from graphc.backends.onnxruntime.pool import ThreadPool
 from graphc.device import in_order
 from graphc.errors import InternalError
