@@ -22,7 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
-from graphc.frontends import torch_experts, torch_operators, torch_rnn
+from graphc.frontends import torch_complex, torch_experts, torch_operators, torch_rnn
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
 from graphc.ir.builder import Builder
@@ -267,9 +267,18 @@ def _with_dynamo(
         try:
             captured = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
             _detach_without_gradients(captured)
-            program: Any = torch.onnx.export(captured, (), dynamic_shapes=dynamic, **settings)
-        except Exception:  # the exporter of ONNX has other ways to capture a module
-            program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
+            of_gradients: Any = torch.enable_grad()
+            if torch_complex.holds_complex(captured):
+                torch_complex.register()
+                settings["custom_translation_table"] |= torch_complex.translations()
+                of_gradients = torch.no_grad()  # some of what takes an assignment apart refuses gradients of complex numbers
+            with of_gradients:
+                program: Any = torch.onnx.export(captured, (), dynamic_shapes=dynamic, **settings)
+        except Exception as error:
+            try:  # the exporter of ONNX has other ways to capture a module
+                program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
+            except Exception:
+                raise error from error.__cause__
     model: ir.Model = program.model
     signature = getattr(program.exported_program, "graph_signature", None)
     changed = signature.buffers_to_mutate.values() if signature is not None else ()

@@ -79,10 +79,10 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten._pdist_forward.default, _pdist, {"x": X, "p": float}),
         (aten._cdist_forward.default, _cdist, {"x": X, "y": X, "p": float, "compute_mode": maybe}),
     ]
-    return {operator: _typed(function, {"return": X} | kinds) for operator, function, kinds in table}
+    return {operator: typed(function, {"return": X} | kinds) for operator, function, kinds in table}
 
 
-def _typed(function: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:
+def typed(function: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:
     """A copy of ``function`` that says what its operands are: the exporter reads it from annotations that are types."""
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__

@@ -1,0 +1,210 @@
+"""ONNX forms of PyTorch's operators on complex numbers that its exporter lacks (seen in 2.13).
+
+A complex tensor is a real one with a last axis of two, the real and the imaginary part. Neural operators (FNO) need them: they
+multiply some frequencies by complex weights and put them among zeros. ``custom_translation_table`` takes forms of real operands
+only, so :func:`register` adds these to the library that the exporter reads, once in a process; a form that is there stays.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+from graphc.frontends.torch_operators import typed
+
+COMPLEX64 = 14
+"""ONNX's number of the type."""
+
+_REGISTERING = threading.Lock()
+
+
+def holds_complex(captured: Any) -> bool:
+    """Whether a captured program computes with complex numbers."""
+    values = (node.meta.get("val") for node in captured.graph.nodes)
+    return any(getattr(value, "is_complex", bool)() for value in values)
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Entries of the ``custom_translation_table`` for what makes complex numbers of none."""
+    import torch
+    from onnxscript import INT64
+    from onnxscript.function_libs.torch_lib.tensor_typing import TTensor
+
+    aten = torch.ops.aten
+    kinds: dict[str, Any] = {"dtype": int, "layout": str, "device": str, "pin_memory": bool, "return": TTensor}
+    return {
+        aten.full.default: typed(_full, {"size": INT64, "fill_value": TTensor, **kinds}),
+        aten.zeros.default: typed(_zeros, {"size": Sequence[INT64], **kinds}),
+        aten.new_zeros.default: typed(_new_zeros, {"x": TTensor, "size": INT64, **kinds}),
+    }
+
+
+def register() -> None:
+    """Add the forms to the library of PyTorch's exporter."""
+    with _REGISTERING:
+        _register()
+
+
+@functools.cache
+def _register() -> None:
+    from onnxscript import INT64 as I
+    from onnxscript.function_libs.torch_lib.registration import default_registry, torch_op
+    from onnxscript.function_libs.torch_lib.tensor_typing import TFloat
+
+    X: Any = TFloat
+    one, size = {"x": X, "dim": int}, Sequence[I]
+    table: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+        "aten::alias": (_same, {"x": X}),
+        "aten::detach": (_same, {"x": X}),
+        "aten::unsqueeze": (_unsqueeze, one),
+        "aten::expand": (_expand, {"x": X, "size": size, "implicit": bool}),
+        "aten::select.int": (_select, {**one, "index": I}),
+        "aten::slice_scatter": (
+            _slice_scatter,
+            {"x": X, "source": X, "dim": int, "start": Optional[I], "end": Optional[I], "step": I},  # noqa: UP045
+        ),
+        "aten::select_scatter": (_select_scatter, {"x": X, "source": X, "dim": int, "index": int}),
+        "aten::copy": (_copy, {"x": X, "source": X, "non_blocking": bool}),
+        "aten::mm": (_product, {"x": X, "y": X}),
+        "aten::bmm": (_product, {"x": X, "y": X}),
+        "aten::einsum": (_einsum, {"equation": str, "tensors": Sequence[X], "path": Optional[int]}),  # noqa: UP045
+        "aten::mul.Scalar": (_scale, {"x": X, "factor": X}),
+        "aten::zeros_like": (
+            _zeros_like,
+            {"x": X, "dtype": int, "layout": str, "device": str, "pin_memory": bool, "memory_format": str},
+        ),
+        "aten::exp": (_exp, {"x": X}),
+    }
+    for name, (function, kinds) in table.items():
+        if name not in default_registry or not default_registry[name].complex:
+            torch_op(name, trace_only=True, complex=True)(typed(function, {"return": X} | kinds))
+
+
+def _op() -> Any:
+    from onnxscript import opset20
+
+    return opset20
+
+
+def _axis(x: Any, dim: int, more: int = 0) -> int:
+    """An axis from the front; from the back, the two parts do not count."""
+    return int(dim % (len(x.shape) - 1 + more))
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    op = _op()
+    real, imaginary = op.Split(x, num_outputs=2, axis=-1)
+    last = op.Constant(value_ints=[-1])
+    return op.Squeeze(real, last), op.Squeeze(imaginary, last)
+
+
+def _joined(real: Any, imaginary: Any) -> Any:
+    op, last = _op(), _op().Constant(value_ints=[-1])
+    return op.Concat(op.Unsqueeze(real, last), op.Unsqueeze(imaginary, last), axis=-1)
+
+
+def _same(x):  # type: ignore[no-untyped-def]
+    return _op().Identity(x)
+
+
+def _unsqueeze(x, dim):  # type: ignore[no-untyped-def]
+    return _op().Unsqueeze(x, _op().Constant(value_ints=[_axis(x, dim, 1)]))
+
+
+def _expand(x, size, implicit=False):  # type: ignore[no-untyped-def]
+    from onnxscript.function_libs.torch_lib.ops import common
+
+    return _op().Expand(x, common.merge_dims([*(1 if isinstance(n, int) and n == -1 else n for n in size), 2]))
+
+
+def _select(x, dim, index):  # type: ignore[no-untyped-def]
+    return _op().Gather(x, index, axis=_axis(x, dim))
+
+
+def _slice_scatter(x, source, dim=0, start=None, end=None, step=1):  # type: ignore[no-untyped-def]
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    return core.aten_slice_scatter(x, source, _axis(x, dim), start, end, step)
+
+
+def _select_scatter(x, source, dim, index):  # type: ignore[no-untyped-def]
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    return core.aten_select_scatter(x, source, _axis(x, dim), index)
+
+
+def _copy(x, source, non_blocking=False):  # type: ignore[no-untyped-def]
+    return _op().Expand(source, _op().Shape(x))
+
+
+def _product(x, y):  # type: ignore[no-untyped-def]
+    (a, b), (c, d), op = _parts(x), _parts(y), _op()
+    return _joined(op.Sub(op.MatMul(a, c), op.MatMul(b, d)), op.Add(op.MatMul(a, d), op.MatMul(b, c)))
+
+
+def _einsum(equation, tensors, path=None):  # type: ignore[no-untyped-def]
+    """Of operands of which some may be real: their shapes have no axis more than the equation says."""
+    op, terms = _op(), equation.split("->")[0].replace(" ", "").split(",")
+    if "." in equation or "->" not in equation or len(terms) > 2:
+        raise NotImplementedError(f"an einsum of complex numbers with the equation {equation!r} has no translation")
+    split = [_parts(x) if len(x.shape) > len(term) else (x, None) for x, term in zip(tensors, terms, strict=True)]
+
+    def of(*parts: Any) -> Any:
+        return op.Einsum(*parts, equation=equation)
+
+    if len(split) == 1:
+        return _joined(of(split[0][0]), of(split[0][1]))
+    (a, b), (c, d) = split
+    if b is None:
+        return _joined(of(a, c), of(a, d))
+    if d is None:
+        return _joined(of(a, c), of(b, c))
+    return _joined(op.Sub(of(a, c), of(b, d)), op.Add(of(a, d), of(b, c)))
+
+
+def _scale(x, factor):  # type: ignore[no-untyped-def]
+    op = _op()
+    if not isinstance(factor, complex):
+        return op.Mul(x, op.CastLike(factor, x))
+    (a, b), c, d = _parts(x), op.Constant(value_float=factor.real), op.Constant(value_float=factor.imag)
+    return _joined(op.Sub(op.Mul(a, c), op.Mul(b, d)), op.Add(op.Mul(a, d), op.Mul(b, c)))
+
+
+def _exp(x):  # type: ignore[no-untyped-def]
+    (a, b), op = _parts(x), _op()
+    size = op.Exp(a)
+    return _joined(op.Mul(size, op.Cos(b)), op.Mul(size, op.Sin(b)))
+
+
+def _full(size, fill_value, dtype=-1, layout="", device="", pin_memory=False):  # type: ignore[no-untyped-def]
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    return _pairs(size, fill_value) if dtype == COMPLEX64 else core.aten_full(size, fill_value, dtype)
+
+
+def _zeros(size, dtype=1, layout="", device="", pin_memory=False):  # type: ignore[no-untyped-def]
+    from onnxscript.function_libs.torch_lib.ops import common, core
+
+    if dtype == COMPLEX64:
+        return _pairs(common.merge_dims(size), _op().Constant(value_float=0.0))
+    return core.aten_zeros(size, dtype)
+
+
+def _new_zeros(x, size, dtype=-1, layout="", device="", pin_memory=False):  # type: ignore[no-untyped-def]
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    return _pairs(size, _op().Constant(value_float=0.0)) if dtype == COMPLEX64 else core.aten_new_zeros(x, size, dtype)
+
+
+def _pairs(size: Any, number: Any) -> Any:
+    """A complex tensor of this size and a real number."""
+    op = _op()
+    real = op.Reshape(op.Cast(number, to=1), op.Constant(value_ints=[1]))
+    parts = op.Concat(real, op.Constant(value_floats=[0.0]), axis=0)
+    return op.Expand(parts, op.Concat(op.Cast(size, to=7), op.Constant(value_ints=[2]), axis=0))
+
+
+def _zeros_like(x, dtype=-1, layout="", device="", pin_memory=False, memory_format=""):  # type: ignore[no-untyped-def]
+    return _op().Expand(_op().Constant(value_float=0.0), _op().Shape(x))

@@ -1,0 +1,113 @@
+"""Modules that compute with complex numbers train as they do in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import graphc
+from graphc.frontends.torch import export
+
+pytestmark = pytest.mark.full
+
+
+class Spectral(torch.nn.Module):
+    """A layer of a Fourier neural operator: the lowest frequencies times complex weights."""
+
+    def __init__(self, axes: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 3, *[3] * axes, dtype=torch.cfloat) / 3)
+        self.pointwise = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        axes, letters = x.dim() - 2, "xyz"[: x.dim() - 2]
+        low = (..., *[slice(0, 3)] * axes)
+        found = torch.fft.rfftn(x, dim=tuple(range(2, 2 + axes)))
+        kept = torch.zeros(found.shape, dtype=torch.cfloat)
+        kept[low] = torch.einsum(f"bi{letters},io{letters}->bo{letters}", found[low], self.weight)
+        y = torch.fft.irfftn(kept, s=x.shape[2:], dim=tuple(range(2, 2 + axes)))
+        return (y + self.pointwise(x.transpose(1, -1)).transpose(1, -1)).tanh().flatten(1)
+
+
+class StateSpace(torch.nn.Module):
+    """A diagonal state space layer as a long convolution, as in S4D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.a = torch.nn.Parameter(torch.randn(4, 8, 2) / 4), torch.nn.Parameter(torch.rand(4, 8))
+        self.b, self.step = torch.nn.Parameter(3 * torch.rand(4, 8)), torch.nn.Parameter(0.1 + torch.rand(4) / 10)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        poles = -torch.exp(self.a) + 1j * self.b
+        moved = poles * self.step.unsqueeze(-1)
+        factors = torch.view_as_complex(self.c) * (torch.exp(moved) - 1.0) / poles
+        kernel = 2 * torch.einsum("hn,hnl->hl", factors, torch.exp(moved.unsqueeze(-1) * torch.arange(16))).real
+        return torch.fft.irfft(torch.fft.rfft(x, n=32) * torch.fft.rfft(kernel, n=32), n=32)[..., :16].flatten(1)
+
+
+class Others(torch.nn.Module):
+    """Operators one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        z = torch.view_as_complex(x)
+        product = z @ self.weight
+        batched = torch.bmm(product.unsqueeze(-1), product.unsqueeze(1))
+        some = torch.zeros_like(batched)
+        some[:, 1] = batched.select(1, 2)
+        some = (some + torch.full((4,), 2.0, dtype=torch.cfloat).unsqueeze(0).unsqueeze(-2).expand(-1, 4, -1)) * (1 - 2j)
+        real = torch.einsum("bij->bji", some) + torch.einsum("bij,j->bij", some, torch.arange(4.0))
+        return torch.view_as_real(real).flatten(1) * 0.1
+
+
+CASES = {
+    "FNO, lines": (lambda: Spectral(1), (3, 16)),
+    "FNO, images": (lambda: Spectral(2), (3, 8, 6)),
+    "S4D": (StateSpace, (4, 16)),
+    "others": (Others, (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_in_pytorch(name: str) -> None:
+    torch.manual_seed(2)
+    make, size = CASES[name]
+    module, example, x = make(), torch.randn(2, *size), torch.randn(5, *size)
+    goal = torch.randn_like(module(x).detach())
+    program = graphc.compile(
+        export(module, (example,), exporter="dynamo"), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.02)
+    )
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.02), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(module(x), goal)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with graphc.Trainer(program, threads=1) as trainer:
+        feeds = {"x": x.numpy(), next(v.name for v in program.model.graph.inputs if v.name != "x"): goal.numpy()}
+        np.testing.assert_allclose([trainer.step(feeds)["loss"] for _ in losses], losses, rtol=1e-5)
+        trained = trainer.trained_values()
+    for of, parameter in module.named_parameters():
+        value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        np.testing.assert_allclose(trained[of], value.detach().numpy(), rtol=2e-4, atol=2e-6)
+
+
+def test_what_has_no_translation_is_named() -> None:
+    class Three(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            z = torch.view_as_complex(x)
+            return torch.einsum("bi,i,i->b", z, self.weight, self.weight).abs()
+
+    with pytest.raises(graphc.errors.ModelError, match="complex"):
+        export(Three(), (torch.randn(2, 3, 2),))
