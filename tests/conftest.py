@@ -86,14 +86,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture(autouse=True)
 def parsed_once() -> None:
-    """PyTorch's exporter parses its 500 functions for every model, which takes most of a small model's export; here once."""
+    """PyTorch's exporter parses its 500 functions for every model, which takes most of a small model's export; here only when
+    there are more of them."""
     registration = sys.modules.get("torch.onnx._internal.exporter._registration")
     if registration is None or "parsed_once" in vars(registration):
         return
-    parse = functools.cache(registration.ONNXRegistry.from_torchlib)
+    whole = registration.ONNXRegistry.from_torchlib
+
+    @functools.cache
+    def parse(count: int, *version: int, **named: int) -> Any:
+        return whole(*version, **named)
 
     def fresh(*version: int, **named: int) -> Any:
-        registry = copy.copy(parse(*version, **named))
+        from onnxscript.function_libs.torch_lib.registration import default_registry
+
+        count = sum(len(found.overloads) + len(found.complex) for found in default_registry.values())
+        registry = copy.copy(parse(count, *version, **named))
         registry.functions = {target: list(found) for target, found in registry.functions.items()}
         return registry
 

@@ -274,11 +274,8 @@ def _with_dynamo(
                 of_gradients = torch.no_grad()  # some of what takes an assignment apart refuses gradients of complex numbers
             with of_gradients:
                 program: Any = torch.onnx.export(captured, (), dynamic_shapes=dynamic, **settings)
-        except Exception as error:
-            try:  # the exporter of ONNX has other ways to capture a module
-                program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
-            except Exception:
-                raise error from error.__cause__
+        except Exception:  # the exporter of ONNX has other ways to capture a module
+            program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
     model: ir.Model = program.model
     signature = getattr(program.exported_program, "graph_signature", None)
     changed = signature.buffers_to_mutate.values() if signature is not None else ()
