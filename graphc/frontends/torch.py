@@ -22,7 +22,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
-from graphc.frontends import torch_complex, torch_experts, torch_operators, torch_rnn
+from graphc.frontends import torch_complex, torch_experts, torch_linalg, torch_operators, torch_rnn
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
 from graphc.ir.builder import Builder
@@ -260,7 +260,11 @@ def _with_dynamo(
         "dynamo": True,
         "optimize": False,
         "opset_version": _OPSET,
-        "custom_translation_table": (torch_operators.translations() | torch_rnn.translations() | torch_experts.translations()),
+        "custom_translation_table": {
+            operator: form
+            for forms in (torch_operators, torch_linalg, torch_rnn, torch_experts)
+            for operator, form in forms.translations().items()
+        },
         "verbose": False,
     }
     with torch_rnn.without_steps(), torch_experts.of_any_type():

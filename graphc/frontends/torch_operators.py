@@ -98,12 +98,12 @@ def _op() -> Any:
     return opset20  # its annotations allow no lists, which the exporter turns into constants
 
 
-def _like(number: float, x: Any) -> Any:
+def like(number: float, x: Any) -> Any:
     op = _op()
     return op.CastLike(op.Constant(value_float=number), x)
 
 
-def _length(x: Any, axis: int, operator: str) -> int:
+def fixed_length(x: Any, axis: int, operator: str) -> int:
     length = x.shape[axis]
     if not isinstance(length, int):
         raise NotImplementedError(f"{operator} along an axis of free length has no translation: fix the axis' length")
@@ -147,12 +147,12 @@ def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include
     op = _op()
     if reduce != "mean" or len(x.shape) == 0:
         return core.aten_scatter_reduce(x, dim, index, src, reduce, include_self)
-    one, zeros = _like(1.0, x), op.Mul(x, _like(0.0, x))
+    one, zeros = like(1.0, x), op.Mul(x, like(0.0, x))
     ones = op.Expand(one, op.Shape(src))
     taken = op.ScatterElements(zeros, index, ones, axis=dim, reduction="add")
     if include_self:
         return op.Div(op.ScatterElements(x, index, src, axis=dim, reduction="add"), op.Add(taken, one))
-    touched = op.Greater(taken, _like(0.0, x))
+    touched = op.Greater(taken, like(0.0, x))
     sums = op.ScatterElements(op.Where(touched, zeros, x), index, src, axis=dim, reduction="add")
     return op.Div(sums, op.Where(touched, taken, one))
 
@@ -179,14 +179,14 @@ def _average_pool(
         raise NotImplementedError("an average pool with ceil_mode and divisor_override has no translation: leave one out")
     means = pool(x, kernel_size, stride, padding, False, True)
     taps = math.prod(kernel_size) if axes > 1 else kernel_size[0] ** (len(x.shape) - 2)
-    return op.Mul(means, _like(taps / divisor_override, x))
+    return op.Mul(means, like(taps / divisor_override, x))
 
 
 def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> Any:
     """The largest element of each window, first along its rows, and its place in the plane."""
     op, rank = _op(), len(x.shape)
-    width, axes = _length(x, -1, "adaptive_max_pool2d"), (rank - 2, rank - 1)
-    lengths = [_length(x, axis, "adaptive_max_pool2d") for axis in axes]
+    width, axes = fixed_length(x, -1, "adaptive_max_pool2d"), (rank - 2, rank - 1)
+    lengths = [fixed_length(x, axis, "adaptive_max_pool2d") for axis in axes]
     values, places = x, []
     for axis, length, wanted in zip(axes, lengths, output_size, strict=True):
         windows = [(k * length // wanted, -(-(k + 1) * length // wanted)) for k in range(wanted)]
@@ -218,9 +218,9 @@ def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
     if len(x.shape) == 0:
         return op.Identity(x)
     axis, by = _axis(x, dim), 1
-    length, y = _length(x, axis, "cumprod"), x
+    length, y = fixed_length(x, axis, "cumprod"), x
     while by < length:
-        y = op.Mul(y, _shifted(y, by, axis, _like(1.0, x)))
+        y = op.Mul(y, _shifted(y, by, axis, like(1.0, x)))
         by *= 2
     return op.Identity(y)
 
@@ -229,12 +229,12 @@ def _running_extreme(comparison: str, worst: float) -> Callable[..., Any]:
     def extreme(x: Any, dim: int) -> Any:
         op = _op()
         axis, by = _axis(x, dim), 1
-        length, rank = _length(x, axis, "cummax and cummin"), len(x.shape)
+        length, rank = fixed_length(x, axis, "cummax and cummin"), len(x.shape)
         lengths = [length if k == axis else 1 for k in range(rank)]
         places = op.Reshape(op.Constant(value_ints=list(range(length))), lengths)
         y, at = x, op.Expand(places, op.Shape(x))
         while by < length:
-            before, place = _shifted(y, by, axis, _like(worst, x)), _shifted(at, by, axis, op.Constant(value_int=0))
+            before, place = _shifted(y, by, axis, like(worst, x)), _shifted(at, by, axis, op.Constant(value_int=0))
             better = getattr(op, comparison)(before, y)
             y, at = op.Where(better, before, y), op.Where(better, place, at)
             by *= 2
@@ -291,17 +291,17 @@ def _search_sorted(
 def _multilabel_margin(x: Any, target: Any, reduction: int) -> Any:
     """Each label before the first negative one against each class that is none of them."""
     op = _op()
-    classes, zero = _length(x, -1, "multilabel_margin_loss"), _like(0.0, x)
+    classes, zero = fixed_length(x, -1, "multilabel_margin_loss"), like(0.0, x)
     ended = op.CumSum(op.Cast(op.Less(target, op.Constant(value_int=0)), to=INT64), op.Constant(value_int=-1))
     counts = op.Equal(ended, op.Constant(value_int=0))
     labels = op.Where(counts, target, op.Constant(value_int=-1))
     hits = op.Equal(op.Unsqueeze(labels, [-1]), op.Constant(value_ints=list(range(classes))))
     mine = op.CastLike(op.ReduceMax(op.Cast(hits, to=INT64), [-2], keepdims=0), x)
     wanted = op.GatherElements(x, op.Where(counts, target, op.Constant(value_int=0)), axis=-1)
-    margins = op.Sub(_like(1.0, x), op.Sub(op.Unsqueeze(wanted, [-1]), op.Unsqueeze(x, [-2])))
+    margins = op.Sub(like(1.0, x), op.Sub(op.Unsqueeze(wanted, [-1]), op.Unsqueeze(x, [-2])))
     others = op.And(op.Unsqueeze(counts, [-1]), op.Equal(op.Unsqueeze(mine, [-2]), zero))
     losses = op.ReduceSum(op.Where(others, op.Max(margins, zero), zero), [-2, -1], keepdims=0)
-    losses = op.Div(losses, _like(float(classes), x))
+    losses = op.Div(losses, like(float(classes), x))
     whole = {0: op.Identity, 1: lambda v: op.ReduceMean(v, keepdims=0), 2: lambda v: op.ReduceSum(v, keepdims=0)}
     return whole[reduction](losses), mine
 
@@ -317,7 +317,7 @@ def _hypot(x: Any, y: Any) -> Any:
 def _signbit(x: Any) -> Any:
     """Of -0, too."""
     op = _op()
-    zero = _like(0.0, x)
+    zero = like(0.0, x)
     return op.Or(op.Less(x, zero), op.And(op.Equal(x, zero), op.Less(op.Reciprocal(x), zero)))
 
 
@@ -336,9 +336,9 @@ def _larger(comparison: str) -> Callable[..., Any]:
 
 
 def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
-    op, y = _op(), _like(coefficients[0], x)
+    op, y = _op(), like(coefficients[0], x)
     for number in coefficients[1:]:
-        y = op.Add(op.Mul(y, x), _like(number, x))
+        y = op.Add(op.Mul(y, x), like(number, x))
     return y
 
 
@@ -346,10 +346,10 @@ def _erfinv(x: Any) -> Any:
     """In double precision: 3e-7 of the result are the error of the approximation, in float32."""
     op = _op()
     wide = op.Cast(x, to=FLOAT64)
-    one, bound = _like(1.0, wide), _like(5.0, wide)
+    one, bound = like(1.0, wide), like(5.0, wide)
     w = op.Neg(op.Log(op.Mul(op.Sub(one, wide), op.Add(one, wide))))
-    centre = _polynomial(op.Sub(w, _like(2.5, w)), ERFINV_CENTRE)
-    tail = _polynomial(op.Sub(op.Sqrt(op.Max(w, bound)), _like(3.0, w)), ERFINV_TAIL)
+    centre = _polynomial(op.Sub(w, like(2.5, w)), ERFINV_CENTRE)
+    tail = _polynomial(op.Sub(op.Sqrt(op.Max(w, bound)), like(3.0, w)), ERFINV_TAIL)
     return op.CastLike(op.Mul(op.Where(op.Less(w, bound), centre, tail), wide), x)
 
 
@@ -357,18 +357,18 @@ def _lgamma(x: Any) -> Any:
     """Stirling's series of a raised argument; below one half, by reflection."""
     op = _op()
     wide = op.Cast(x, to=FLOAT64)
-    low = op.Less(wide, _like(0.5, wide))
-    z = op.Where(low, op.Sub(_like(1.0, wide), wide), wide)
+    low = op.Less(wide, like(0.5, wide))
+    z = op.Where(low, op.Sub(like(1.0, wide), wide), wide)
     product = z
     for k in range(1, SHIFT):
-        product = op.Mul(product, op.Add(z, _like(float(k), z)))
-    t = op.Add(z, _like(float(SHIFT), z))
+        product = op.Mul(product, op.Add(z, like(float(k), z)))
+    t = op.Add(z, like(float(SHIFT), z))
     inverse = op.Reciprocal(t)
     series = op.Mul(_polynomial(op.Mul(inverse, inverse), STIRLING[::-1]), inverse)
-    start = op.Sub(op.Mul(op.Sub(t, _like(0.5, t)), op.Log(t)), t)
-    upper = op.Sub(op.Add(op.Add(start, _like(math.log(2 * math.pi) / 2, t)), series), op.Log(product))
-    turned = op.Sin(op.Mul(op.Where(low, wide, _like(0.5, wide)), _like(math.pi, wide)))
-    reflected = op.Sub(op.Sub(_like(math.log(math.pi), wide), op.Log(op.Abs(turned))), upper)
+    start = op.Sub(op.Mul(op.Sub(t, like(0.5, t)), op.Log(t)), t)
+    upper = op.Sub(op.Add(op.Add(start, like(math.log(2 * math.pi) / 2, t)), series), op.Log(product))
+    turned = op.Sin(op.Mul(op.Where(low, wide, like(0.5, wide)), like(math.pi, wide)))
+    reflected = op.Sub(op.Sub(like(math.log(math.pi), wide), op.Log(op.Abs(turned))), upper)
     return op.CastLike(op.Where(low, reflected, upper), x)
 
 
@@ -376,19 +376,19 @@ def _digamma(x: Any) -> Any:
     """The derivative of :func:`_lgamma`, by the same series."""
     op = _op()
     wide = op.Cast(x, to=FLOAT64)
-    low = op.Less(wide, _like(0.5, wide))
-    z = op.Where(low, op.Sub(_like(1.0, wide), wide), wide)
+    low = op.Less(wide, like(0.5, wide))
+    z = op.Where(low, op.Sub(like(1.0, wide), wide), wide)
     raised = op.Reciprocal(z)
     for k in range(1, SHIFT):
-        raised = op.Add(raised, op.Reciprocal(op.Add(z, _like(float(k), z))))
-    t = op.Add(z, _like(float(SHIFT), z))
+        raised = op.Add(raised, op.Reciprocal(op.Add(z, like(float(k), z))))
+    t = op.Add(z, like(float(SHIFT), z))
     inverse = op.Reciprocal(t)
     square = op.Mul(inverse, inverse)
     slopes = [number * (2 * k + 1) for k, number in enumerate(STIRLING)]
     series = op.Mul(_polynomial(square, slopes[::-1]), square)
-    upper = op.Sub(op.Sub(op.Sub(op.Log(t), op.Mul(inverse, _like(0.5, t))), series), raised)
-    angle = op.Mul(op.Where(low, wide, _like(0.25, wide)), _like(math.pi, wide))
-    reflected = op.Sub(upper, op.Div(op.Mul(_like(math.pi, wide), op.Cos(angle)), op.Sin(angle)))
+    upper = op.Sub(op.Sub(op.Sub(op.Log(t), op.Mul(inverse, like(0.5, t))), series), raised)
+    angle = op.Mul(op.Where(low, wide, like(0.25, wide)), like(math.pi, wide))
+    reflected = op.Sub(upper, op.Div(op.Mul(like(math.pi, wide), op.Cos(angle)), op.Sin(angle)))
     return op.CastLike(op.Where(low, reflected, upper), x)
 
 
@@ -407,13 +407,13 @@ def _norm(differences: Any, p: float) -> Any:
         return op.ReduceSum(sizes, [-1], keepdims=0)
     if p == math.inf:
         return op.ReduceMax(sizes, [-1], keepdims=0)
-    sums = op.ReduceSum(op.Pow(sizes, _like(p, sizes)), [-1], keepdims=0)
-    return op.Pow(sums, _like(1 / p, sizes))
+    sums = op.ReduceSum(op.Pow(sizes, like(p, sizes)), [-1], keepdims=0)
+    return op.Pow(sums, like(1 / p, sizes))
 
 
 def _pdist(x: Any, p: float = 2.0) -> Any:
     """Of the pairs i < j of rows."""
-    op, rows = _op(), _length(x, 0, "pdist")
+    op, rows = _op(), fixed_length(x, 0, "pdist")
     pairs = [(i, j) for i in range(rows) for j in range(i + 1, rows)]
     first, second = (op.Gather(x, op.Constant(value_ints=[pair[k] for pair in pairs]), axis=0) for k in (0, 1))
     return _norm(op.Sub(first, second), p)

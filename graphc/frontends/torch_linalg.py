@@ -1,0 +1,154 @@
+"""ONNX forms of PyTorch's linear algebra, which its exporter lacks (seen in 2.13): systems of equations, inverses, factors.
+
+ONNX has no such operators, so elimination is written out for matrices of a known size; their number is free. Gradients follow
+from the forms, and are PyTorch's. A singular matrix, or one that is not positive, gives an infinity or NaN, where PyTorch
+raises an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.frontends.torch_operators import fixed_length, like, typed
+
+MOST = 48
+"""Rows of a matrix that is written out, at most: there are about ten nodes for each."""
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Entries of the ``custom_translation_table`` of ``torch.onnx.export``."""
+    import torch
+    from onnxscript.function_libs.torch_lib.tensor_typing import TFloat
+
+    aten, a, upper = torch.ops.aten, {"a": TFloat}, {"upper": bool}
+    triangular = {**a, "b": TFloat, **upper, "left": bool, "unitriangular": bool}
+    table: list[tuple[Any, Callable[..., Any], dict[str, Any]]] = [
+        (aten.linalg_inv.default, _inverse, a),
+        (aten.inverse.default, _inverse, a),
+        (aten.linalg_solve.default, _solve, {**a, "b": TFloat, "left": bool}),
+        (aten.linalg_solve_triangular.default, _solve_triangular, triangular),
+        (aten.linalg_cholesky.default, _cholesky, {**a, **upper}),
+        (aten.cholesky.default, _cholesky, {**a, **upper}),
+        (aten.linalg_slogdet.default, _log_determinant, a),
+        (aten.slogdet.default, _log_determinant, a),
+    ]
+    return {operator: typed(function, {"return": TFloat} | kinds) for operator, function, kinds in table}
+
+
+def _op() -> Any:
+    from onnxscript import opset20
+
+    return opset20
+
+
+def _array(values: Any, of: np.dtype[Any] | type) -> Any:
+    return _op().Constant(value=ir.tensor(np.asarray(values, dtype=of)))
+
+
+def _rows(a: Any, operator: str) -> int:
+    count = fixed_length(a, -1, operator)
+    if count > MOST:
+        raise NotImplementedError(f"{operator} of matrices with {count} rows has no translation; {MOST} are the most")
+    return count
+
+
+def _part(x: Any, first: int, last: int, axis: int) -> Any:
+    """Elements of an axis from the first to the one before the last."""
+    return _op().Slice(x, _array([first], np.int64), _array([last], np.int64), _array([axis], np.int64))
+
+
+def _solved(a: Any, b: Any, count: int, *, pivots: bool) -> Any:
+    """a⁻¹·b by Gauss and Jordan: column after column of a becomes that of the identity, and is left out.
+
+    Args:
+        count: rows.
+        pivots: exchange rows, so that each pivot is the largest number of its column.
+    """
+    op = _op()
+    rest, zero, lowest = op.Concat(a, b, axis=-1), like(0.0, a), like(-1.0, a)
+    order, columns = _array(range(count), np.int64), _array([-1], np.int64)
+    for j in range(count):
+        here = np.arange(count) == j
+        is_row = _array(here[:, None], np.bool_)
+        row = own = _part(rest, j, j + 1, -2)
+        if pivots and j < count - 1:
+            sizes = op.Abs(op.Squeeze(_part(rest, 0, 1, -1), columns))
+            best = op.ArgMax(op.Where(_array(np.arange(count) >= j, np.bool_), sizes, lowest), axis=-1, keepdims=1)
+            chosen = op.Unsqueeze(op.Equal(order, best), columns)
+            row = op.ReduceSum(op.Where(chosen, rest, zero), _array([-2], np.int64), keepdims=1)
+            rest = op.Where(chosen, own, rest)  # the pivot's row is written below
+        scaled = op.Div(row, _part(row, 0, 1, -1))
+        factors = _part(rest, 0, 1, -1)
+        rest, scaled = (_part(m, 1, np.iinfo(np.int64).max, -1) for m in (rest, scaled))
+        rest = op.Where(is_row, scaled, op.Sub(rest, op.Mul(factors, scaled)))
+    return rest
+
+
+def _batched(a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any]) -> tuple[Any, Any]:
+    """a and b with as many matrices each; ``of_a`` and ``of_b`` count these."""
+    op = _op()
+    if [*map(str, of_a)] == [*map(str, of_b)]:
+        return a, b
+    common = op.Shape(op.Add(*(_part(_part(x, 0, 1, -1), 0, 1, -2) for x in (a, b))), end=-2)
+    one, other = (op.Expand(x, op.Concat(common, op.Shape(x, start=-2), axis=0)) for x in (a, b))
+    return one, other
+
+
+def _turned(x: Any, rank: int) -> Any:
+    return _op().Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+def _inverse(a):  # type: ignore[no-untyped-def]
+    op, count = _op(), _rows(a, "inv")
+    eye = op.Expand(op.CastLike(_array(np.eye(count), np.float32), a), op.Shape(a))
+    return _solved(a, eye, count, pivots=True)
+
+
+def _solve(a, b, left=True):  # type: ignore[no-untyped-def]
+    op, count, last = _op(), _rows(a, "solve"), _array([-1], np.int64)
+    of_a, of_b = [*a.shape], [*b.shape]
+    vector = len(of_b) == 1 or [*map(str, of_b)] == [*map(str, of_a[:-1])]
+    if vector:
+        b, of_b = op.Unsqueeze(b, last), [*of_b, 1]
+    x = _system(a, b, of_a, of_b, count, left=left or vector, pivots=True)
+    return op.Squeeze(x, last) if vector else x
+
+
+def _system(a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any], count: int, *, left: bool, pivots: bool) -> Any:
+    """x of a·x = b, or of x·a = b."""
+    if not left:
+        a, b = _turned(a, len(of_a)), _turned(b, len(of_b))
+    x = _solved(*_batched(a, b, of_a[:-2], of_b[:-2]), count, pivots=pivots)
+    return x if left else _turned(x, max(len(of_a), len(of_b)))
+
+
+def _solve_triangular(a, b, upper, left=True, unitriangular=False):  # type: ignore[no-untyped-def]
+    op, count, of_a, of_b = _op(), _rows(a, "solve_triangular"), [*a.shape], [*b.shape]
+    a = op.Trilu(a, upper=int(upper))
+    if unitriangular:
+        a = op.Where(_array(np.eye(count), np.bool_), like(1.0, a), a)
+    return _system(a, b, of_a, of_b, count, left=left, pivots=False)
+
+
+def _cholesky(a, upper=False):  # type: ignore[no-untyped-def]
+    """a = L·Lᵀ; of both triangles, so that the gradient is symmetric as PyTorch's is."""
+    op, count, rank = _op(), _rows(a, "cholesky"), len(a.shape)
+    rest = op.Mul(op.Add(a, _turned(a, rank)), like(0.5, a))
+    columns, end = [], np.iinfo(np.int64).max
+    for j in range(count):
+        column = op.Div(_part(rest, 0, 1, -1), op.Sqrt(_part(_part(rest, 0, 1, -1), 0, 1, -2)))
+        columns.append(op.Pad(column, _array([j, 0], np.int64), like(0.0, a), _array([-2], np.int64)))
+        below = _part(column, 1, end, -2)
+        rest = _part(_part(rest, 1, end, -1), 1, end, -2)
+        rest = op.Sub(rest, op.MatMul(below, _turned(below, rank)))
+    factor = op.Concat(*columns, axis=-1)
+    return _turned(factor, rank) if upper else factor
+
+
+def _log_determinant(a):  # type: ignore[no-untyped-def]
+    op, determinant = _op(), _op().Det(a)
+    return op.Sign(determinant), op.Log(op.Abs(determinant))

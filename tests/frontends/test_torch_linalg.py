@@ -1,0 +1,142 @@
+"""Linear algebra of PyTorch, written out: values and gradients against PyTorch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import graphc  # noqa: E402
+from graphc import frontends  # noqa: E402
+from graphc.errors import ModelError  # noqa: E402
+
+pytestmark = pytest.mark.full
+
+LINALG = torch.linalg
+
+
+def positive(x: Any) -> Any:
+    """Symmetric matrices without small eigenvalues."""
+    return x @ x.mT / 4 + torch.eye(5)
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    "inv": lambda x: LINALG.inv(x),
+    "inv of one matrix": lambda x: torch.inverse(x[0]),
+    "inv, with zeros on the diagonal": lambda x: LINALG.inv(torch.tril(x, -1) + torch.eye(5).roll(1, 0) * x),
+    "solve": lambda x: LINALG.solve(x, x[..., :2] + 1),
+    "solve for a vector": lambda x: LINALG.solve(x[0], x[1, 0]),
+    "solve for a vector each": lambda x: LINALG.solve(x, x[:, 0] + 1),
+    "solve from the right": lambda x: LINALG.solve(x, x[:, :2] + 1, left=False),
+    "solve for one side of many": lambda x: LINALG.solve(x, x[0] + 1),
+    "solve_triangular": lambda x: LINALG.solve_triangular(x + 3 * torch.eye(5), x[..., :3], upper=False),
+    "solve_triangular, upper": lambda x: LINALG.solve_triangular(x + 3 * torch.eye(5), x[..., :3], upper=True),
+    "solve_triangular, from the right": lambda x: LINALG.solve_triangular(
+        x + 3 * torch.eye(5), x[:, :3], upper=True, left=False
+    ),
+    "solve_triangular, ones on the diagonal": lambda x: LINALG.solve_triangular(x, x[..., :3], upper=False, unitriangular=True),
+    "cholesky": lambda x: LINALG.cholesky(positive(x)),
+    "cholesky, upper": lambda x: LINALG.cholesky(positive(x), upper=True),
+    "slogdet": lambda x: LINALG.slogdet(x)[1],
+    "sign of slogdet": lambda x: LINALG.slogdet(x)[0] * x[:, 0, 0],
+    "logdet": lambda x: torch.logdet(positive(x)),
+    "a Gaussian's density": lambda x: torch.distributions.MultivariateNormal(
+        torch.zeros(5), positive(x), validate_args=False
+    ).log_prob(x[:, 0]),
+}
+
+
+class Each(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """The sum of all functions, weighted by place, each of an operand times a parameter of its own; and their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.full((5, 5), 0.95)) for _ in CASES])
+
+    def forward(self, x: Any) -> Any:
+        values = [f(x * w) for f, w in zip(CASES.values(), self.weights, strict=True)]
+        total = sum((v.reshape(-1) * torch.linspace(0.5, 1.5, v.numel())).sum() for v in values)
+        return total, *values
+
+
+@functools.cache
+def computed() -> dict[str, tuple[Any, Any, Any, Any]]:
+    """name → value and gradient here, value and gradient of PyTorch in float64."""
+    torch.manual_seed(0)
+    x, module = torch.randn(3, 5, 5), Each()
+    program = graphc.compile(
+        frontends.export(module, (x,), dynamic_batch=False, exporter="dynamo"),
+        loss=graphc.losses.Output(name="output_0", keep_outputs=True),
+        optimizer=graphc.optim.SGD(lr=1.0),
+    )
+    with graphc.Trainer(program) as trainer:
+        results = trainer.step({"x": x.numpy()})
+        trained = trainer.trained_values()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = module.double()
+        loss, *values = module(x.double())
+        loss.backward()
+    finally:
+        torch.set_default_dtype(default)
+    return {
+        name: (results[f"output_{k + 1}"], 0.95 - trained[f"weights.{k}"], values[k].detach().numpy(), weight.grad.numpy())
+        for k, (name, weight) in enumerate(zip(CASES, module.weights, strict=True))
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_are_those_of_pytorch(name: str) -> None:
+    value, gradient, wanted, slope = computed()[name]
+    assert np.abs(value - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    assert np.abs(gradient - slope).max() <= 1e-4 * np.abs(slope).max()
+
+
+class Coupled(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """An invertible 1 × 1 convolution, as in Glow, and its log-determinant; batches of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(LINALG.qr(torch.randn(6, 6))[0].contiguous())
+
+    def forward(self, x: Any) -> Any:
+        y = torch.nn.functional.conv2d(x, self.weight[..., None, None])
+        back = torch.nn.functional.conv2d(y, LINALG.inv(self.weight)[..., None, None])
+        pixels = x.shape[2] * x.shape[3]
+        return (y**2).mean() - LINALG.slogdet(self.weight)[1] / pixels + ((back - x) ** 2).mean()
+
+
+def test_an_invertible_convolution_trains_with_any_batch() -> None:
+    torch.manual_seed(3)
+    module = Coupled()
+    x = torch.randn(5, 6, 4, 4)
+    program = graphc.compile(module, example_inputs=(x[:2],), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=0.05))
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.05), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = module(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with graphc.Trainer(program) as trainer:
+        np.testing.assert_allclose([trainer.step({"x": x.numpy()})["loss"] for _ in losses], losses, rtol=1e-5)
+
+
+def test_large_matrices_are_refused_by_name() -> None:
+    class Large(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.eye(60))
+
+        def forward(self, x: Any) -> Any:
+            return x @ LINALG.inv(self.weight)
+
+    with pytest.raises(ModelError, match="inv of matrices with 60 rows"):
+        frontends.export(Large(), (torch.randn(4, 60),), exporter="dynamo")
