@@ -128,8 +128,11 @@ def wide(mesh: Mesh, shard: str) -> graphc.Program:
 @pytest.mark.full
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(tensor=4)], ids=str)
 def test_activations_take_less_memory(mesh: Mesh) -> None:
-    """What a trainer allocates is what is reported: of activations, less than with whole sequences between the products."""
-    count = 64
+    """What a trainer allocates is what is reported: of activations, less than with whole sequences between the products.
+
+    The products of so few tokens lie inside segments, in both plans; as native steps, with widths as small, they cost more.
+    """
+    count = 16
     whole = memory_of(wide(mesh, "auto").model, shapes(count), mesh=mesh)
     program = wide(mesh, "auto:sequence")
 
