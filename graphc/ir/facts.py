@@ -212,21 +212,26 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
     return np.asarray(tensor.numpy())
 
 
-_COPIES = {"Cast", "Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
+_COPIES = {"Cast", "CastLike", "Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose", "Unsqueeze"}
 """Ops whose results hold elements of their first operand alone."""
 
 
 def is_zero(value: ir.Value) -> bool:
-    """Whether every element is known to be zero: of a constant, or copied from one. Shapes need not be known."""
+    """Whether every element is known to be zero."""
+    return holds_only(value, 0.0)
+
+
+def holds_only(value: ir.Value, number: float) -> bool:
+    """Whether every element is known to be this number: of a constant, or copied from one. Shapes need not be known."""
     node = value.producer()
     while node is not None and node.domain == "" and node.op_type in _COPIES and node.inputs[0] is not None:
         value = node.inputs[0]
         node = value.producer()
     if node is not None and node.domain == "" and node.op_type == "ConstantOfShape":
         held = node.attributes.get("value")
-        return held is None or not held.as_tensor().numpy().any()
+        return number == 0 if held is None else bool((held.as_tensor().numpy() == number).all())
     known = constant(value)
-    return known is not None and not known.any()
+    return known is not None and bool((known == number).all())
 
 
 def is_parameter(value: ir.Value) -> bool:

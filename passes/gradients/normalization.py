@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.gradient import gradient, operands, refuse_gradient
 from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
-from graphc.ir.facts import dims, rank, required, same_dims
+from graphc.ir.facts import dims, holds_only, rank, required, same_dims
 from graphc.ir.infer import apply
 from graphc.ir.names import BUCKET
 from graphc.ir.ops.normalization import EPSILON, all_but_channels, batch_normalized, normalization_grad, per_channel
@@ -190,23 +190,24 @@ def rms_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 @gradient("InstanceNormalization")
 def instance_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = scale·x̂ + b per channel, x̂ normalised over the positions of one sample and channel"""
-    x, scale, _ = operands(node, 3)
-    return _channelwise(op, x, scale, dy, _attribute(node, "epsilon", EPSILON), groups=None)
+    return _channelwise(op, node, dy, groups=None)
 
 
 @gradient("GroupNormalization")
 def group_normalization(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = scale·x̂ + b per channel, x̂ normalised over the positions and channels of one sample and group"""
-    x, scale, _ = operands(node, 3)
-    return _channelwise(op, x, scale, dy, _attribute(node, "epsilon", EPSILON), groups=_attribute(node, "num_groups", 1))
+    return _channelwise(op, node, dy, groups=_attribute(node, "num_groups", 1))
 
 
-def _channelwise(op: Builder, x: ir.Value, scale: ir.Value, dy: ir.Value, epsilon: float, groups: int | None) -> Any:
+def _channelwise(op: Builder, node: ir.Node, dy: ir.Value, groups: int | None) -> Any:
     """∂x = r·(ĝ - mean(ĝ) - x̂·mean(ĝ·x̂)) with ĝ = dy·scale,  ∂scale = Σ dy·x̂,  ∂b = Σ dy
 
-    Statistics are over axis 2 of N × groups × rest; ``groups=None`` means one group per channel.
+    Statistics are over axis 2 of N × groups × rest; ``groups=None`` means one group per channel. Where y is x̂, as in the form
+    in which exporters write GroupNorm, r is computed in front of the node: the backward pass needs no x.
     """
+    x, scale, bias = operands(node, 3)
     blocks = [0, 0 if groups is None else groups, -1]
+    is_normal = holds_only(scale, 1.0) and holds_only(bias, 0.0) and x.dtype not in HALVES
 
     @cache
     def slope() -> ir.Value:
@@ -214,11 +215,14 @@ def _channelwise(op: Builder, x: ir.Value, scale: ir.Value, dy: ir.Value, epsilo
 
     @cache
     def common() -> tuple[ir.Value, ir.Value]:
+        following = op.before
+        op.before = node if is_normal else following
         rows = op.Reshape(_widen(op, x), blocks)
         centred = op.Sub(rows, op.ReduceMean(rows, [2], keepdims=1))
         var = op.ReduceMean(op.Mul(centred, centred), [2], keepdims=1)
-        r = op.Reciprocal(op.Sqrt(op.Add(var, epsilon)))
-        return op.Mul(centred, r), r
+        r = op.Reciprocal(op.Sqrt(op.Add(var, _attribute(node, "epsilon", EPSILON))))
+        op.before = following
+        return op.Reshape(node.outputs[0], blocks) if is_normal else op.Mul(centred, r), r
 
     def dx() -> ir.Value:
         normal, r = common()
