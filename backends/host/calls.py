@@ -23,28 +23,32 @@ SLICE = 50_000_000
 _CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _ROW = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
-_ALONE = """
-define void @{name}(ptr %call) {{
-  %code = load ptr, ptr %call
-  %place.words = getelementptr i64, ptr %call, i64 1
-  %words = load ptr, ptr %place.words
-  %place.total = getelementptr i64, ptr %call, i64 2
-  %total = load i64, ptr %place.total
+
+def loaded(source: str, *words: str) -> str:
+    """LLVM's text that loads words of 8 bytes at the address ``%source``.
+
+    Args:
+        words: a type and a name for each in order, as ``"ptr code"`` for ``%code``; ``""`` leaves one out.
+    """
+    lines = []
+    for k, (kind, name) in enumerate(word.split() if word else ("", "") for word in words):
+        if name:
+            lines += [f"%{name}.place = getelementptr i64, ptr %{source}, i64 {k}", f"%{name} = load {kind}, ptr %{name}.place"]
+    return "\n  ".join(lines)
+
+
+_ALONE = f"""
+define void @{{name}}(ptr %call) {{{{
+  {loaded("call", "ptr code", "ptr words", "i64 total")}
   call void %code(ptr %words, i64 0, i64 %total)
   ret void
-}}
+}}}}
 """
 """Runs a call, three words: code, words, total."""
 
-_LOOP = """
-define i64 @{name}(ptr %row, i64 %first) {{
-  %count = load i64, ptr %row
-  %place.clock = getelementptr i64, ptr %row, i64 1
-  %clock = load ptr, ptr %place.clock
-  %place.which = getelementptr i64, ptr %row, i64 2
-  %which = load i32, ptr %place.which
-  %place.slice = getelementptr i64, ptr %row, i64 3
-  %slice = load i64, ptr %place.slice
+_LOOP = f"""
+define i64 @{{name}}(ptr %row, i64 %first) {{{{
+  {loaded("row", "i64 count", "ptr clock", "i32 which", "i64 slice")}
   %calls = getelementptr i64, ptr %row, i64 4
   %now = alloca [2 x i64]
   %place.part = getelementptr i64, ptr %now, i64 1
@@ -59,11 +63,7 @@ test:
 work:
   %at = mul i64 %i, 3
   %call = getelementptr i64, ptr %calls, i64 %at
-  %code = load ptr, ptr %call
-  %place.words = getelementptr i64, ptr %call, i64 1
-  %words = load ptr, ptr %place.words
-  %place.flag = getelementptr i64, ptr %call, i64 2
-  %flag = load ptr, ptr %place.flag
+  {loaded("call", "ptr code", "ptr words", "ptr flag")}
   call void %code(ptr %words)
   %next = add i64 %i, 1
   %failed = load i64, ptr %flag
@@ -85,7 +85,7 @@ stop:
 end:
   %reached = phi i64 [ %count, %test ], [ %next, %checked ]
   ret i64 %reached
-}}
+}}}}
 """
 """Walks a row, four words and three for each call: count, clock_gettime, its clock, the time slice; code, words, flag.
 

@@ -16,28 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from graphc.backends.host.calls import loaded
 from graphc.backends.host.compiler import compiler
 from graphc.backends.onnxruntime import machine_code
 from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.errors import InternalError
 
-TEAM = """
-define void @{name}.part(ptr %call) {{
-  %place.member = getelementptr i64, ptr %call, i64 6
-  %member.of = load ptr, ptr %place.member
-  %place.size = getelementptr i64, ptr %call, i64 7
-  %size.of = load ptr, ptr %place.size
+TEAM = f"""
+define void @{{name}}.part(ptr %call) {{{{
+  {loaded("call", "ptr code", "ptr words", "i64 total", "i64 parts", "", "", "ptr member.of", "ptr size.of")}
   %member = call i32 %member.of()
   %size = call i32 %size.of()
   %first = sext i32 %member to i64
   %step = sext i32 %size to i64
-  %code = load ptr, ptr %call
-  %place.words = getelementptr i64, ptr %call, i64 1
-  %words = load ptr, ptr %place.words
-  %place.total = getelementptr i64, ptr %call, i64 2
-  %total = load i64, ptr %place.total
-  %place.parts = getelementptr i64, ptr %call, i64 3
-  %parts = load i64, ptr %place.parts
   br label %test
 test:
   %part = phi i64 [ %first, %0 ], [ %next, %work ]
@@ -54,16 +45,13 @@ work:
   br label %test
 end:
   ret void
-}}
+}}}}
 
-define void @{name}(ptr %call) {{
-  %place.parallel = getelementptr i64, ptr %call, i64 5
-  %parallel = load ptr, ptr %place.parallel
-  %place.threads = getelementptr i64, ptr %call, i64 4
-  %threads = load i32, ptr %place.threads
-  call void %parallel(ptr @{name}.part, ptr %call, i32 %threads, i32 0)
+define void @{{name}}(ptr %call) {{{{
+  {loaded("call", "", "", "", "", "i32 threads", "ptr parallel")}
+  call void %parallel(ptr @{{name}}.part, ptr %call, i32 %threads, i32 0)
   ret void
-}}
+}}}}
 """
 """Runs a call, seven words and one: code, words, total, parts, threads, then what starts a region of OpenMP, the number of the
 calling thread in it, and the number of its threads. Parts are fixed, whoever computes them: results do not depend on that."""

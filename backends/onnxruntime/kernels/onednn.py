@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from graphc.backend import Pool
-from graphc.backends.host.calls import NativeCall
+from graphc.backends.host.calls import NativeCall, loaded
 from graphc.backends.host.compiler import compiler
 from graphc.backends.host.processor import processor
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
@@ -172,18 +172,9 @@ def _resting_threads() -> Iterator[None]:
         del os.environ["GOMP_SPINCOUNT"]
 
 
-_PRIMITIVES = """
-define void @{name}(ptr %call) {{
-  %place.get = getelementptr i64, ptr %call, i64 1
-  %get = load ptr, ptr %place.get
-  %place.set = getelementptr i64, ptr %call, i64 2
-  %set = load ptr, ptr %place.set
-  %place.execute = getelementptr i64, ptr %call, i64 3
-  %execute = load ptr, ptr %place.execute
-  %place.threads = getelementptr i64, ptr %call, i64 4
-  %threads = load i32, ptr %place.threads
-  %place.count = getelementptr i64, ptr %call, i64 5
-  %count = load i64, ptr %place.count
+_PRIMITIVES = f"""
+define void @{{name}}(ptr %call) {{{{
+  {loaded("call", "", "ptr get", "ptr set", "ptr execute", "i32 threads", "i64 count")}
   %primitives = getelementptr i64, ptr %call, i64 6
   %before = call i32 %get()
   call void %set(i32 %threads)
@@ -192,13 +183,7 @@ work:
   %i = phi i64 [ 0, %0 ], [ %next, %work ]
   %at = mul i64 %i, 4
   %one = getelementptr i64, ptr %primitives, i64 %at
-  %primitive = load ptr, ptr %one
-  %place.stream = getelementptr i64, ptr %one, i64 1
-  %stream = load ptr, ptr %place.stream
-  %place.number = getelementptr i64, ptr %one, i64 2
-  %number = load i32, ptr %place.number
-  %place.arguments = getelementptr i64, ptr %one, i64 3
-  %arguments = load ptr, ptr %place.arguments
+  {loaded("one", "ptr primitive", "ptr stream", "i32 number", "ptr arguments")}
   %status = call i32 %execute(ptr %primitive, ptr %stream, i32 %number, ptr %arguments)
   %wide = sext i32 %status to i64
   %known = load i64, ptr %call
@@ -210,7 +195,7 @@ work:
 end:
   call void %set(i32 %before)
   ret void
-}}
+}}}}
 """
 """Runs primitives: status, three functions (threads in use, use threads, execute), threads, count, and four words for each."""
 
