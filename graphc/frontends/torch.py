@@ -271,7 +271,7 @@ def _with_dynamo(
         try:
             captured = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
             _detach_without_gradients(captured)
-            of_gradients: Any = torch.enable_grad()
+            of_gradients: Any = contextlib.nullcontext()
             if torch_complex.holds_complex(captured):
                 torch_complex.register()
                 settings["custom_translation_table"] |= torch_complex.translations()

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-from graphc.frontends.torch_operators import typed
+from graphc.frontends.torch_operators import like, typed
 
-COMPLEX64 = 14
-"""ONNX's number of the type."""
+PARTS = {14: 1, 15: 11}
+"""ONNX's numbers of the complex types → those of their parts, float32 and float64."""
 
 _REGISTERING = threading.Lock()
 
@@ -168,7 +168,7 @@ def _scale(x, factor):  # type: ignore[no-untyped-def]
     op = _op()
     if not isinstance(factor, complex):
         return op.Mul(x, op.CastLike(factor, x))
-    (a, b), c, d = _parts(x), op.Constant(value_float=factor.real), op.Constant(value_float=factor.imag)
+    (a, b), c, d = _parts(x), like(factor.real, x), like(factor.imag, x)
     return _joined(op.Sub(op.Mul(a, c), op.Mul(b, d)), op.Add(op.Mul(a, d), op.Mul(b, c)))
 
 
@@ -181,30 +181,32 @@ def _exp(x):  # type: ignore[no-untyped-def]
 def _full(size, fill_value, dtype=-1, layout="", device="", pin_memory=False):  # type: ignore[no-untyped-def]
     from onnxscript.function_libs.torch_lib.ops import core
 
-    return _pairs(size, fill_value) if dtype == COMPLEX64 else core.aten_full(size, fill_value, dtype)
+    return _pairs(size, fill_value, PARTS[dtype]) if dtype in PARTS else core.aten_full(size, fill_value, dtype)
 
 
 def _zeros(size, dtype=1, layout="", device="", pin_memory=False):  # type: ignore[no-untyped-def]
     from onnxscript.function_libs.torch_lib.ops import common, core
 
-    if dtype == COMPLEX64:
-        return _pairs(common.merge_dims(size), _op().Constant(value_float=0.0))
+    if dtype in PARTS:
+        return _pairs(common.merge_dims(size), _op().Constant(value_float=0.0), PARTS[dtype])
     return core.aten_zeros(size, dtype)
 
 
 def _new_zeros(x, size, dtype=-1, layout="", device="", pin_memory=False):  # type: ignore[no-untyped-def]
     from onnxscript.function_libs.torch_lib.ops import core
 
-    return _pairs(size, _op().Constant(value_float=0.0)) if dtype == COMPLEX64 else core.aten_new_zeros(x, size, dtype)
+    if dtype in PARTS:
+        return _pairs(size, _op().Constant(value_float=0.0), PARTS[dtype])
+    return core.aten_new_zeros(x, size, dtype)
 
 
-def _pairs(size: Any, number: Any) -> Any:
-    """A complex tensor of this size and a real number."""
+def _pairs(size: Any, number: Any, kind: int) -> Any:
+    """A complex tensor of this size, whose elements are a real number; ``kind``: type of its parts."""
     op = _op()
-    real = op.Reshape(op.Cast(number, to=1), op.Constant(value_ints=[1]))
-    parts = op.Concat(real, op.Constant(value_floats=[0.0]), axis=0)
+    real = op.Reshape(op.Cast(number, to=kind), op.Constant(value_ints=[1]))
+    parts = op.Concat(real, op.CastLike(op.Constant(value_floats=[0.0]), real), axis=0)
     return op.Expand(parts, op.Concat(op.Cast(size, to=7), op.Constant(value_ints=[2]), axis=0))
 
 
 def _zeros_like(x, dtype=-1, layout="", device="", pin_memory=False, memory_format=""):  # type: ignore[no-untyped-def]
-    return _op().Expand(_op().Constant(value_float=0.0), _op().Shape(x))
+    return _op().Expand(like(0.0, x), _op().Shape(x))

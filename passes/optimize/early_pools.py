@@ -41,7 +41,8 @@ def _may_follow(value: ir.Value) -> bool:
     if node is None or node.domain != "" or value.is_graph_output() or len(list(value.uses())) != 1:
         return False
     if node.op_type == "Concat":
-        return node.attributes["axis"].as_int() % len(required(dims(value))) < 2
+        sizes = dims(value)
+        return sizes is not None and node.attributes["axis"].as_int() % len(sizes) < 2
     return node.op_type == "Relu"
 
 

@@ -111,3 +111,26 @@ def test_what_has_no_translation_is_named() -> None:
 
     with pytest.raises(graphc.errors.ModelError, match="complex"):
         export(Three(), (torch.randn(2, 3, 2),))
+
+
+def test_float64_stays_float64() -> None:
+    class Double(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(3, dtype=torch.cdouble))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            found = torch.fft.rfft(x)
+            kept = torch.zeros(found.shape, dtype=torch.cdouble)
+            kept[:, :3] = found[:, :3].exp() * self.weight
+            return torch.fft.irfft(kept + torch.full((1,), 0.5, dtype=torch.cdouble), n=x.shape[1])
+
+    torch.manual_seed(0)
+    module, x = Double(), torch.randn(4, 8, dtype=torch.float64)
+    program = graphc.compile(
+        export(module, (x,), exporter="dynamo"), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1)
+    )
+    goal = next(v.name for v in program.model.graph.inputs if v.name != "x")
+    with graphc.Trainer(program, threads=1) as trainer:
+        loss = trainer.step({"x": x.numpy(), goal: np.zeros((4, 8))})["loss"]
+    np.testing.assert_allclose(loss, (module(x) ** 2).mean().item(), rtol=1e-6)
