@@ -168,7 +168,7 @@ class Capabilities(Protocol):
         return False
 
     def repeats(self, node: ir.Node) -> bool:
-        """Whether a segment computes the node in less time than it takes to read its result: a plan repeats it rather than
+        """Whether a segment computes the node in less time than its result is written and read: a plan repeats it rather than
         store that (:mod:`graphc.plan.rematerialise`). A runtime that passes through memory for every op says no.
         """
         return False

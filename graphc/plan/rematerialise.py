@@ -4,8 +4,8 @@
     after    segment 1:  the same                                 →  n, y           segment 9 reads n, and computes a again
 
 For backends that compile a segment to kernels: there the arithmetic costs nothing beside the memory that it saves, neither
-written nor read, and the activations that wait for the backward pass become fewer. Only ops of one instruction or two are
-repeated, no exponentials, and no value is stored longer than without. The pass ``recompute`` goes further and costs time.
+written nor read, and the activations that wait for the backward pass become fewer. The backend says which ops are that cheap,
+and no value is stored longer than without. The pass ``recompute`` goes further and costs time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rematerialise(
     Args:
         steps: in the order of execution, with their nodes; inputs and outputs are not known yet.
         views: value → the value whose memory it shares.
-        repeats: whether the backend computes a node in less time than it takes to read its result.
+        repeats: whether the backend computes a node in less time than it takes to write and read its result.
     """
     found = _Rematerialisation(graph, steps, views, repeats)
     for k, step in enumerate(steps):
