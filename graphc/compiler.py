@@ -165,6 +165,7 @@ def training_pipeline(
         PassCall("einsum"),  # as products, which kernels and the next pass know
         PassCall("attention"),  # one op, which a backend may compute in cache
         *([PassCall("mixed_precision", low)] if low else []),  # products in a low type, before their gradients exist
+        PassCall("whole_windows"),  # convolutions with one window as products
         PassCall("grouped_products"),  # each row of a mixture of experts times the matrices of its own experts
         *parallel.stage_steps(options, mesh),  # every node on a stage of the pipe axis
         PassCall("autodiff", {"train": options.train, "freeze": freeze}),  # the backward subgraph of Σ loss

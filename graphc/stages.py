@@ -154,6 +154,7 @@ class Evaluation:
                         PassCall("early_pools"),
                         PassCall("einsum"),
                         PassCall("attention", {"saves": "logsumexp"}),
+                        PassCall("whole_windows"),
                         PassCall("grouped_products"),
                         PassCall("simplify"),
                         PassCall("verify"),

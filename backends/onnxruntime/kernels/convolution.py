@@ -209,21 +209,25 @@ def _is_rounded(k: Binding, x: Array, w: Array, y: Array) -> bool:
     return bool(multiplications >= WORTH_ROUNDING * (x.size + w.size + y.size))
 
 
-def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequence[int], y: Sequence[int]) -> bool:
-    """Whether copies to and from oneDNN's own layouts pay, by shapes; measured over those of ResNet-50 and SqueezeNet.
+FEW_CHANNELS = 16
+"""Channels of which a gradient fills no vector: in a blocked layout most of it would be padding."""
 
-    A 1 × 1 window is a matrix product, as fast on plain arrays unless these are tiny. The input gradient of a strided
-    convolution is slow in blocked layouts; the weight gradient of one with fewer output channels is slow in plain ones. The
-    copy of a weight gradient that is large beside the images takes longer than it saves.
+
+def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequence[int], y: Sequence[int]) -> bool:
+    """Whether copies to and from oneDNN's own layouts pay, by shapes.
+
+    Measured over 1,800 shapes with AVX-512 and with AVX2 on Zen 5 cores: as this rule chooses, all together take 1.03 and 1.04
+    of the time of the better choice for each. A 1 × 1 window is a matrix product, as fast on plain arrays unless these are tiny,
+    and so are windows side by side, in the forward pass.
     """
-    strided = any(s > 1 for s in window.strides)
-    if kind == "input" and strided:
-        return False
-    if any(t > 1 for t in window.kernel):
-        return kind != "weight" or 4 * math.prod(weight) <= math.prod(x) + math.prod(y)
-    if kind == "weight":
-        return not strided and weight[0] <= weight[1]
-    return math.prod(y[2:]) < 64
+    if all(t == 1 for t in window.kernel):
+        strided = any(s > 1 for s in window.strides)
+        if kind == "weight":
+            return not strided and weight[0] <= weight[1]
+        return math.prod(y[2:]) < 64 and not (kind == "input" and strided)
+    if kind == "input":
+        return x[1] >= FEW_CHANNELS
+    return kind == "weight" or any(t > s for t, s in zip(window.kernel, window.strides, strict=True))
 
 
 def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
