@@ -94,4 +94,4 @@ def _spread(op: Builder, node: ir.Node) -> ir.Value | None:
     y = op.Gemm(op.Reshape(input_of(node), [0, channels]), op.Reshape(input_of(node, 1), [channels, -1]))
     y = op.Reshape(y, [0, features, *taps])
     bias = node.inputs[2] if len(node.inputs) > 2 else None
-    return y if bias is None else op.Add(y, op.Reshape(bias, [features, *[1] * len(taps)]))
+    return y if bias is None else op.Add(y, op.Reshape(bias, [features, *[1] * len(taps)]))  # type: ignore[no-any-return]

@@ -217,8 +217,8 @@ def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequ
     """Whether copies to and from oneDNN's own layouts pay, by shapes.
 
     Measured over 1,800 shapes with AVX-512 and with AVX2 on Zen 5 cores: as this rule chooses, all together take 1.03 and 1.04
-    of the time of the better choice for each. A 1 × 1 window is a matrix product, as fast on plain arrays unless these are tiny,
-    and so are windows side by side, in the forward pass.
+    of the time of the better choice for each. A 1 × 1 window is a matrix product, as fast on plain arrays unless
+    these are tiny, and so are windows side by side, in the forward pass.
     """
     if all(t == 1 for t in window.kernel):
         strided = any(s > 1 for s in window.strides)
