@@ -1,14 +1,17 @@
 """Optimizer updates as one in-place sweep over flat buffers, and the test for non-finite values.
 
 The declarations in ``graphc/ir/ops/updates.py`` give formulas and sources. Whatever depends only on the step, the learning
-rate and the divisor is computed once a step in float64 and passed to the loops as a few float32 coefficients. Loops run from 0
-over slices: an index that might be negative would be wrapped around, which prevents vectorisation.
+rate and the divisor is computed once a step in float64, by a function of its own, and passed to the loops as a few float32
+coefficients. Loops run from 0 over slices: an index that might be negative would be wrapped around, which prevents
+vectorisation.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -32,13 +35,14 @@ def _in_place(op: str) -> Mapping[int, int]:
     return OPS[op].next_value
 
 
-def _state(k: Binding, op: str) -> tuple[list[Array], Run]:
-    """The outputs as vectors, and a function that copies the old state into them where the plan did not alias the two.
+def _state(k: Binding, op: str) -> tuple[list[Array], list[Run]]:
+    """The outputs as vectors, and what copies the old state into them first, where the plan did not alias the two.
 
     Loops then read and write the state through one name, so that the compiler sees no overlap and vectorises. State that
     is left out becomes an empty vector.
     """
-    vectors, copies = [], []
+    vectors: list[Array] = []
+    copies: list[Run] = []
     for output, index in sorted(OPS[op].next_value.items()):
         new, old = optional(k.outputs, output), optional(k.inputs, index)
         if new is None or old is None:
@@ -46,54 +50,50 @@ def _state(k: Binding, op: str) -> tuple[list[Array], Run]:
             continue
         vectors.append(new.reshape(-1))
         if new.ctypes.data != old.ctypes.data:
-            copies.append((new, old))
-
-    def settle() -> None:
-        for new, old in copies:
-            np.copyto(new, old)
-
-    return vectors, settle
+            copies.append(partial(np.copyto, new, old))
+    return vectors, copies
 
 
-def _number(k: Binding, index: int) -> Callable[[], float]:
-    """A function that reads the scalar input ``index`` at run time; 1 where it is left out."""
+def _number(k: Binding, index: int) -> Array:
+    """The scalar input ``index`` as a vector; 1 where it is left out."""
     array = optional(k.inputs, index)
-    return (lambda: 1.0) if array is None else array.reshape(1).item
+    return np.ones(1, dtype=np.float32) if array is None else array.reshape(1)
 
 
-def _skipped(k: Binding) -> Callable[[], bool]:
-    """A function that reads the skip flag; constant False where the node has none."""
+def _skip(k: Binding) -> Array:
+    """The skip flag as a vector of a byte; 0 where the node has none."""
     index = next(i for i, formal in enumerate(OPS[k.node.op_type].inputs) if formal.name == "skip")
     array = optional(k.inputs, index)
-    return (lambda: False) if array is None else array.reshape(1).item
+    return np.zeros(1, dtype=np.uint8) if array is None else array.reshape(1).view(np.uint8)
 
 
-def _inverse(value: float) -> float:
-    return 1.0 / value if value else math.inf
+@exact
+def _inverse(value):
+    return 1.0 / value if value != 0.0 else math.inf
 
 
-def _update(k: Binding, loop: Callable[..., None], arrays: list[Array], settle: Run, write: Callable[[Array], None]) -> Run:
-    """A run: compute the coefficients, then sweep. The last coefficient limits the elements of the gradient."""
-    coefficients = np.zeros(10, dtype=np.float32)
-    coefficients[9] = k.attributes.get("clip_value") or math.inf
-    skipped, bind = _skipped(k), k.pool.bind
+LIMIT, SKIP = 9, 10
+"""Places of two coefficients: the largest element of a gradient, and whether the update is skipped."""
+
+
+def _update(k: Binding, loop: Any, arrays: list[Array], copies: list[Run], write: Any, *numbers: Array | float) -> Run:
+    """Copies, then ``write(numbers, coefficients)``, then the sweep."""
+    coefficients = np.zeros(11, dtype=np.float32)
+    coefficients[LIMIT] = k.attributes.get("clip_value") or math.inf
+    bind = k.pool.bind
+    runs = [*copies, bind(_note_skip, (_skip(k), coefficients), 1), bind(write, (*numbers, coefficients), 1)]
     if arrays[1].dtype.itemsize == 2:
-        sweeps: list[Run] = []
         for widen, low, wide, piece in _widened(arrays):
-            sweeps.append(bind(widen, (low, wide), low.size, GRAIN))
-            sweeps.append(bind(loop, (*piece, coefficients), low.size, GRAIN))
-        sweep = in_order(sweeps)
+            runs.append(bind(widen, (low, wide), low.size, GRAIN))
+            runs.append(bind(loop, (*piece, coefficients), low.size, GRAIN))
     else:
-        sweep = bind(loop, (*arrays, coefficients), arrays[0].size, GRAIN)
+        runs.append(bind(loop, (*arrays, coefficients), arrays[0].size, GRAIN))
+    return in_order(runs)
 
-    def run() -> None:
-        settle()
-        if skipped():
-            return
-        write(coefficients)
-        sweep()
 
-    return run
+@exact
+def _note_skip(skip, c, start, stop):
+    c[SKIP] = skip[0]
 
 
 def _widened(arrays: Sequence[Array]) -> list[tuple[Callable[..., None], Array, Array, list[Array]]]:
@@ -112,13 +112,14 @@ def _widened(arrays: Sequence[Array]) -> list[tuple[Callable[..., None], Array, 
 
 @kernel("onnxruntime", "graphc::SGD", inplace=_in_place("SGD"))
 def sgd(k: Binding) -> Run:
-    (param,), settle = _state(k, "SGD")
-    lr, divisor, decay = _number(k, 2), _number(k, 3), k.attributes["weight_decay"]
+    (param,), copies = _state(k, "SGD")
+    numbers = _number(k, 2), _number(k, 3), float(k.attributes["weight_decay"])
+    return _update(k, _sgd, [param, given(k.inputs, 2)[1].reshape(-1)], copies, _sgd_coefficients, *numbers)
 
-    def write(c: Array) -> None:
-        c[0], c[1], c[2] = _inverse(divisor()), decay, lr()
 
-    return _update(k, _sgd, [param, given(k.inputs, 2)[1].reshape(-1)], settle, write)
+@exact
+def _sgd_coefficients(lr, divisor, decay, c, start, stop):
+    c[0], c[1], c[2] = _inverse(np.float64(divisor[0])), decay, lr[0]
 
 
 @jit
@@ -130,34 +131,38 @@ def _limited(g, limit):
 
 @jit
 def _sgd(param, grad, c, start, stop):
+    if c[SKIP] != 0.0:
+        return
     param, grad = param[start:stop], grad[start:stop]
-    scale, decay, lr, limit = c[0], c[1], c[2], c[9]
+    scale, decay, lr, limit = c[0], c[1], c[2], c[LIMIT]
     for i in range(param.size):
         param[i] -= lr * (_limited(grad[i] * scale, limit) + decay * param[i])
 
 
 @kernel("onnxruntime", "graphc::Momentum", inplace=_in_place("Momentum"))
 def momentum_sgd(k: Binding) -> Run:
-    (param, buffer), settle = _state(k, "Momentum")
-    step, lr, divisor = _number(k, 3), _number(k, 4), _number(k, 5)
+    (param, buffer), copies = _state(k, "Momentum")
     a = k.attributes
-    momentum, dampening, decay = a["momentum"], a["dampening"], a["weight_decay"]
-    of_gradient, of_buffer = (1.0, momentum) if a["nesterov"] else (0.0, 1.0)
+    own = tuple(float(a[name]) for name in ("momentum", "dampening", "weight_decay", "nesterov"))
+    arrays = [param, given(k.inputs, 2)[1].reshape(-1), buffer]
+    return _update(k, _momentum, arrays, copies, _momentum_coefficients, _number(k, 3), _number(k, 4), _number(k, 5), *own)
 
-    def write(c: Array) -> None:
-        first = dampening and step() == 1
-        c[0], c[1] = _inverse(divisor()), decay
-        c[2], c[3] = (0.0, 1.0) if first else (momentum, 1.0 - dampening)
-        size = lr()
-        c[4], c[5] = size * of_gradient, size * of_buffer
 
-    return _update(k, _momentum, [param, given(k.inputs, 2)[1].reshape(-1), buffer], settle, write)
+@exact
+def _momentum_coefficients(step, lr, divisor, momentum, dampening, decay, nesterov, c, start, stop):
+    first = dampening != 0.0 and step[0] == 1
+    size = np.float64(lr[0])
+    c[0], c[1] = _inverse(np.float64(divisor[0])), decay
+    c[2], c[3] = (0.0, 1.0) if first else (momentum, 1.0 - dampening)
+    c[4], c[5] = (size, size * momentum) if nesterov != 0.0 else (0.0, size)
 
 
 @jit
 def _momentum(param, grad, buffer, c, start, stop):
+    if c[SKIP] != 0.0:
+        return
     param, grad, buffer = param[start:stop], grad[start:stop], buffer[start:stop]
-    scale, decay, keep, take, of_gradient, of_buffer, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[9]
+    scale, decay, keep, take, of_gradient, of_buffer, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[LIMIT]
     for i in range(param.size):
         g = _limited(grad[i] * scale, limit) + decay * param[i]
         b = keep * buffer[i] + take * g
@@ -176,26 +181,29 @@ def adamw(k: Binding) -> Run:
 
 
 def _bind_adam(k: Binding, op: str, *, decoupled: bool) -> Run:
-    (param, first, second), settle = _state(k, op)
-    step, lr, divisor = _number(k, 4), _number(k, 5), _number(k, 6)
+    (param, first, second), copies = _state(k, op)
     a = k.attributes
-    beta1, beta2, eps, decay = a["beta1"], a["beta2"], a["eps"], a["weight_decay"]
+    own = tuple(float(a[name]) for name in ("beta1", "beta2", "eps", "weight_decay"))
+    arrays, scalars = [param, given(k.inputs, 2)[1].reshape(-1), first, second], (_number(k, 4), _number(k, 5), _number(k, 6))
+    return _update(k, _adam, arrays, copies, _adam_coefficients, *scalars, *own, float(decoupled))
 
-    def write(c: Array) -> None:
-        count, size = step(), lr()
-        c[0], c[1] = _inverse(divisor()), 0.0 if decoupled else decay
-        c[2], c[3], c[4] = 1.0 - beta1, beta2, 1.0 - beta2
-        c[5], c[6], c[7] = size * _inverse(1.0 - beta1**count), _inverse(math.sqrt(1.0 - beta2**count)), eps
-        c[8] = 1.0 - size * decay if decoupled else 1.0
 
-    return _update(k, _adam, [param, given(k.inputs, 2)[1].reshape(-1), first, second], settle, write)
+@exact
+def _adam_coefficients(step, lr, divisor, beta1, beta2, eps, decay, decoupled, c, start, stop):
+    count, size = np.float64(step[0]), np.float64(lr[0])
+    c[0], c[1] = _inverse(np.float64(divisor[0])), 0.0 if decoupled != 0.0 else decay
+    c[2], c[3], c[4] = 1.0 - beta1, beta2, 1.0 - beta2
+    c[5], c[6], c[7] = size * _inverse(1.0 - beta1**count), _inverse(math.sqrt(1.0 - beta2**count)), eps
+    c[8] = 1.0 - size * decay if decoupled != 0.0 else 1.0
 
 
 @jit
 def _adam(param, grad, first, second, c, start, stop):
+    if c[SKIP] != 0.0:
+        return
     param, grad, first, second = param[start:stop], grad[start:stop], first[start:stop], second[start:stop]
     scale, decay, step1, keep2, step2, size, correction = c[0], c[1], c[2], c[3], c[4], c[5], c[6]
-    eps, shrink, limit = c[7], c[8], c[9]
+    eps, shrink, limit = c[7], c[8], c[LIMIT]
     for i in range(param.size):
         p = param[i]
         g = _limited(grad[i] * scale, limit) + decay * p
@@ -208,20 +216,24 @@ def _adam(param, grad, first, second, c, start, stop):
 
 @kernel("onnxruntime", "graphc::Adagrad", inplace=_in_place("Adagrad"))
 def adagrad(k: Binding) -> Run:
-    (param, total), settle = _state(k, "Adagrad")
-    step, lr, divisor = _number(k, 3), _number(k, 4), _number(k, 5)
-    lr_decay, eps, decay = k.attributes["lr_decay"], k.attributes["eps"], k.attributes["weight_decay"]
+    (param, total), copies = _state(k, "Adagrad")
+    own = tuple(float(k.attributes[name]) for name in ("lr_decay", "eps", "weight_decay"))
+    arrays = [param, given(k.inputs, 2)[1].reshape(-1), total]
+    return _update(k, _adagrad, arrays, copies, _adagrad_coefficients, _number(k, 3), _number(k, 4), _number(k, 5), *own)
 
-    def write(c: Array) -> None:
-        c[0], c[1], c[2], c[3] = _inverse(divisor()), decay, lr() / (1.0 + (step() - 1) * lr_decay), eps
 
-    return _update(k, _adagrad, [param, given(k.inputs, 2)[1].reshape(-1), total], settle, write)
+@exact
+def _adagrad_coefficients(step, lr, divisor, lr_decay, eps, decay, c, start, stop):
+    size = np.float64(lr[0]) / (1.0 + (np.float64(step[0]) - 1.0) * lr_decay)
+    c[0], c[1], c[2], c[3] = _inverse(np.float64(divisor[0])), decay, size, eps
 
 
 @jit
 def _adagrad(param, grad, total, c, start, stop):
+    if c[SKIP] != 0.0:
+        return
     param, grad, total = param[start:stop], grad[start:stop], total[start:stop]
-    scale, decay, size, eps, limit = c[0], c[1], c[2], c[3], c[9]
+    scale, decay, size, eps, limit = c[0], c[1], c[2], c[3], c[LIMIT]
     for i in range(param.size):
         g = _limited(grad[i] * scale, limit) + decay * param[i]
         s = total[i] + g * g
@@ -231,20 +243,23 @@ def _adagrad(param, grad, total, c, start, stop):
 
 @kernel("onnxruntime", "graphc::RMSprop", inplace=_in_place("RMSprop"))
 def rmsprop(k: Binding) -> Run:
-    state, settle = _state(k, "RMSprop")
-    lr, divisor = _number(k, 5), _number(k, 6)
-    a = k.attributes
-    alpha, eps, momentum, decay = a["alpha"], a["eps"], a["momentum"], a["weight_decay"]
+    state, copies = _state(k, "RMSprop")
+    own = tuple(float(k.attributes[name]) for name in ("alpha", "eps", "momentum", "weight_decay"))
+    arrays = [state[0], given(k.inputs, 2)[1].reshape(-1), *state[1:]]
+    return _update(k, _rmsprop, arrays, copies, _rmsprop_coefficients, _number(k, 5), _number(k, 6), *own)
 
-    def write(c: Array) -> None:
-        c[0], c[1], c[2], c[3], c[4], c[5], c[6] = _inverse(divisor()), decay, alpha, 1.0 - alpha, eps, momentum, lr()
 
-    return _update(k, _rmsprop, [state[0], given(k.inputs, 2)[1].reshape(-1), *state[1:]], settle, write)
+@exact
+def _rmsprop_coefficients(lr, divisor, alpha, eps, momentum, decay, c, start, stop):
+    c[0], c[1], c[2], c[3] = _inverse(np.float64(divisor[0])), decay, alpha, 1.0 - alpha
+    c[4], c[5], c[6] = eps, momentum, lr[0]
 
 
 @jit
 def _rmsprop(param, grad, square, average, buffer, c, start, stop):
-    scale, decay, keep, take, eps, momentum, lr, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[9]
+    if c[SKIP] != 0.0:
+        return
+    scale, decay, keep, take, eps, momentum, lr, limit = c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[LIMIT]
     centered, heavy = average.size > 0, buffer.size > 0
     param, grad, square = param[start:stop], grad[start:stop], square[start:stop]
     average, buffer = average[start:stop], buffer[start:stop]
@@ -265,17 +280,20 @@ def _rmsprop(param, grad, square, average, buffer, c, start, stop):
 
 @kernel("onnxruntime", "graphc::RunningAverage", inplace=_in_place("RunningAverage"))
 def running_average(k: Binding) -> Run:
-    (running,), settle = _state(k, "RunningAverage")
-    momentum, count = k.attributes["momentum"], _number(k, 2)
+    (running,), copies = _state(k, "RunningAverage")
+    numbers, arrays = (_number(k, 2), float(k.attributes["momentum"])), [running, given(k.inputs, 2)[1].reshape(-1)]
+    return _update(k, _running_average, arrays, copies, _running_average_coefficients, *numbers)
 
-    def write(c: Array) -> None:
-        c[0], c[1] = momentum, (1.0 - momentum) * _inverse(count())
 
-    return _update(k, _running_average, [running, given(k.inputs, 2)[1].reshape(-1)], settle, write)
+@exact
+def _running_average_coefficients(count, momentum, c, start, stop):
+    c[0], c[1] = momentum, (1.0 - momentum) * _inverse(np.float64(count[0]))
 
 
 @jit
 def _running_average(running, batch, c, start, stop):
+    if c[SKIP] != 0.0:
+        return
     running, batch = running[start:stop], batch[start:stop]
     keep, take = c[0], c[1]
     for i in range(running.size):
@@ -285,13 +303,13 @@ def _running_average(running, batch, c, start, stop):
 @kernel("onnxruntime", "graphc::Increment", dtypes=(ir.DataType.INT64,), inplace=_in_place("Increment"))
 def increment(k: Binding) -> Run:
     (step,), (next_step,) = given(k.inputs, 1), given(k.outputs, 1)
+    return k.pool.bind(_increment, (step.reshape(-1), _skip(k), next_step.reshape(-1)), 1)
 
-    skipped = _skipped(k)
 
-    def run() -> None:
-        np.add(step, 0 if skipped() else 1, out=next_step)
-
-    return run
+@exact
+def _increment(step, skip, next_step, start, stop):
+    for i in range(step.size):  # a buffer has padding behind the one element
+        next_step[i] = step[i] if skip[0] else step[i] + 1
 
 
 @kernel("onnxruntime", "graphc::AnyNonFinite", dtypes=(ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
