@@ -273,9 +273,18 @@ class Backend(Capabilities, Protocol):
         """
         return in_order(runs)
 
-    def all_finite(self, array: Array) -> bool:
-        """Whether a 1-D float array holds neither NaN nor infinity; called between the backward pass and the updates."""
-        return bool(np.isfinite(self.memory.fetch(array)).all())
+    def bind_check(self, arrays: Sequence[Array], fail: Run) -> Run:
+        """A closure that calls ``fail``, which may raise, if one of the 1-D float arrays holds a NaN or an infinity.
+
+        Runs between the backward pass and the updates.
+        """
+        fetch = self.memory.fetch
+
+        def check() -> None:
+            if not all(np.isfinite(fetch(array)).all() for array in arrays):
+                fail()
+
+        return check
 
     def remark(self) -> str:
         """What of this installation makes the backend start or run faster or slower, for ``graphc doctor``; empty: nothing."""

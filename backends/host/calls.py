@@ -125,6 +125,13 @@ class NativeCall:
             self.check()
 
 
+def with_check(run: Run, failed: np.ndarray[Any, Any], check: Run) -> Run:
+    """Bound work that sets ``failed``, int64[1], to another number than 0, after which ``check`` is called."""
+    if isinstance(run, NativeCall):
+        return NativeCall(run.code, run.words, failed, check, run, prepare=run.prepare)
+    return InOrder((run, check))
+
+
 def native_calls(run: Run) -> list[NativeCall] | None:
     """The calls of machine code of which bound work consists; None: not of these alone."""
     if isinstance(run, NativeCall):

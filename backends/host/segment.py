@@ -36,8 +36,8 @@ from graphc.ir.infer import propagate
 from graphc.ir.serialize import to_proto
 from graphc.ir.subgraphs import CONTROL
 
-LEAST = 1 << 13
-"""Elements from which arithmetic pays for a kernel: below, a step saves microseconds."""
+LEAST = 1 << 6
+"""Elements from which arithmetic pays for a kernel: below, a step saves a microsecond or two, and a start takes longer."""
 
 TRANSFORM = 512
 """Length up to which a Fourier transform is a product; twice that where it is no power of two, at which onnxruntime is slow."""

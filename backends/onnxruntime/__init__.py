@@ -10,7 +10,7 @@ import functools
 import hashlib
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Backend, Binding, SegmentPart, native_kernel
-from graphc.device import Array, Arrays, HostMemory, Memory, Run
+from graphc.device import Array, Arrays, HostMemory, Memory, Run, in_order
 from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError, UsageError
 from graphc.gradient import key_of
 from graphc.ir.declare import declaration_of
@@ -26,13 +26,12 @@ from graphc.ir.facts import dims, input_of, static_dims
 from graphc.ir.infer import propagate
 from graphc.ir.subgraphs import bodies
 from graphc.plan import node_costs
-from graphc.plan.half_precision import HALVES
 
 try:
     import onnxruntime as ort
 
     from graphc.backends.host import segment as host
-    from graphc.backends.host.calls import in_a_row, native_calls
+    from graphc.backends.host.calls import in_a_row, native_calls, with_check
     from graphc.backends.host.language import LanguageError
     from graphc.backends.host.processor import check_runs_here, multiplies_bfloat16
     from graphc.backends.host.shared import SharedSegment, shared_segment
@@ -65,9 +64,6 @@ SEPARATE = 1 << 15
 
 A fused segment costs no more than a kernel inside one.
 """
-
-COUNTS = 256
-"""Arrays whose checks for NaN and infinity stay bound."""
 
 ALONE = 1 << 23
 """Cost of a node, in bytes (:mod:`graphc.plan.node_costs`), below which its session stays in the calling thread.
@@ -113,7 +109,6 @@ class OnnxRuntimeBackend(Backend):
         self._scratch = scratchpad_of(self.pool)
         self._prepared: dict[int, tuple[onnx.ModelProto, SharedSegment | None]] = {}
         self._least = 1 if fuse_small else host.LEAST
-        self._counts: dict[tuple[int, int, str], Callable[[], int]] = {}
         self._ledger = RowLedger(threads)
         self._sessions: weakref.WeakValueDictionary[bytes, ort.InferenceSession] = weakref.WeakValueDictionary()
 
@@ -227,7 +222,6 @@ class OnnxRuntimeBackend(Backend):
 
     def note_writers(self, alone: Sequence[Array], others: Sequence[Array]) -> None:
         self._ledger.note_writers(alone, others)
-        self._counts.clear()
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
         kernel = native_kernel(self.name, node)
@@ -239,19 +233,22 @@ class OnnxRuntimeBackend(Backend):
     def record(self, runs: Sequence[Run]) -> Run:
         return in_a_row([call for run in runs for call in native_calls(run) or ()])
 
-    def all_finite(self, array: Array) -> bool:
-        if array.dtype == np.float32 or ir.DataType.from_numpy(array.dtype) in HALVES:
-            return self._nonfinite(array)() == 0
-        return bool(np.isfinite(array).all())
+    def bind_check(self, arrays: Sequence[Array], fail: Run) -> Run:
+        found = np.zeros(1, dtype=np.int64)
 
-    def _nonfinite(self, array: Array) -> Callable[[], int]:
-        """The bound count of an array's NaN and infinities; it holds the array, whose address therefore names it."""
-        key = (array.ctypes.data, array.size, array.dtype.str)
-        if key not in self._counts:
-            if len(self._counts) >= COUNTS:
-                self._counts.clear()
-            self._counts[key] = self._ledger.bind_count(array, lambda part: kernels.bind_nonfinite_count(part, self.pool))
-        return self._counts[key]
+        def check() -> None:
+            if found[0]:
+                found[0] = 0
+                fail()
+
+        runs: list[Run] = []
+        for array in arrays:
+            if kernels.is_tested(array):
+                searches = kernels.bind_search(array, self._ledger.records(array), self.pool, found)
+                runs += [with_check(search, found, check) for search in searches]
+            else:
+                runs.append(super().bind_check([array], fail))
+        return in_order(runs)
 
     def remark(self) -> str:
         from graphc.backends.onnxruntime import ahead  # late: it imports every kernel, and runs as a module of its own
@@ -259,7 +256,6 @@ class OnnxRuntimeBackend(Backend):
         return ahead.state()
 
     def close(self) -> None:
-        self._counts.clear()
         self._ledger.clear()
         self.pool.close()
 

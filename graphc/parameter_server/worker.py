@@ -141,21 +141,24 @@ class ParameterWorker(Member):
         watched = [a.reshape(-1) for a, v in zip(held, node.inputs, strict=True) if v is not None and is_float(v)]
         if not self._check:
             watched = []
-        finite, put = self.backend.all_finite if memory.on_host else _all_finite, self._windows.put
+        put = self._windows.put
+
+        def fail() -> None:
+            raise NonFiniteStepError
+
+        def check_mirrors() -> None:
+            if not all(np.isfinite(array).all() for array in watched):
+                fail()
+
+        check = self.backend.bind_check(watched, fail) if memory.on_host else check_mirrors
 
         def push() -> None:
             if held is not inputs:
                 for mirror, array in zip(held, inputs, strict=True):
                     memory.copy(mirror, array)
                 memory.synchronize()
-            for array in watched:
-                if not finite(array):
-                    raise NonFiniteStepError
+            check()
             for server, offset, data in puts:
                 put(server, offset, data)
 
         return HostSync(push)
-
-
-def _all_finite(array: Array) -> bool:
-    return bool(np.isfinite(array).all())

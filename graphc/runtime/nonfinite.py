@@ -75,20 +75,19 @@ class Check:
         return check_scale
 
     def _bind_on_host(self, watched: list[Array], comm: Communicator | None) -> Run:
-        finite = self._backend.all_finite
         if comm is None:
 
-            def check() -> None:
-                for array in watched:
-                    if not finite(array):
-                        raise NonFiniteStepError
+            def fail() -> None:
+                raise NonFiniteStepError
 
-            return check
+            return self._backend.bind_check(watched, fail)
         flag = np.zeros(1, dtype=np.float32)
+        search = self._backend.bind_check(watched, functools.partial(flag.fill, 1.0))
 
         def check_together() -> None:
             """Agree over ranks that see only their own parts: all stop when one of them meets a NaN."""
-            flag[0] = not all(finite(array) for array in watched)
+            flag[0] = 0.0
+            search()
             comm.allreduce(flag, "max", FINITE)
             if flag[0]:
                 raise NonFiniteStepError

@@ -11,6 +11,7 @@ from graphc.backends.onnxruntime.kernels import (
     attention,
     convolution,
     ctc,
+    finite,
     fourier,
     grouped,
     indexing,
@@ -25,17 +26,19 @@ from graphc.backends.onnxruntime.kernels import (
     transforms,
     updates,
 )
-from graphc.backends.onnxruntime.kernels.updates import bind_nonfinite_count
+from graphc.backends.onnxruntime.kernels.finite import bind_search, is_tested
 
 __all__ = [
     "activations",
     "attention",
-    "bind_nonfinite_count",
+    "bind_search",
     "convolution",
     "ctc",
+    "finite",
     "fourier",
     "grouped",
     "indexing",
+    "is_tested",
     "linear",
     "losses",
     "normalization",

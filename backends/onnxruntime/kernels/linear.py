@@ -19,7 +19,7 @@ from graphc.backends.onnxruntime.vectors.functions import LANES
 from graphc.device import Array, Run
 from graphc.ir.facts import static_dims
 
-WORTH = 1 << 18
+WORTH = 1 << 14
 """Smallest product, in multiplications, for which a native step costs less than it saves."""
 
 

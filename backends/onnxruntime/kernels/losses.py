@@ -14,7 +14,7 @@ from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.mathematics import exp, highest_of, log
-from graphc.device import Array, Run
+from graphc.device import Array, Run, in_order
 from graphc.errors import InternalError
 
 _TILE = 256
@@ -90,11 +90,16 @@ def softmax_cross_entropy(k: Binding) -> Run:
         arguments = (scores, *labels, _by_position(log_prob, k.attributes["axis"]), sums)
         sweep = k.pool.bind(_softmax_cross_entropy, arguments, parts)
 
-    def run() -> None:
-        sweep()
-        total[...], weight[...] = sums.sum(axis=0)
+    return in_order([sweep, k.pool.bind(_add_sums, (sums, total.reshape(1), weight.reshape(1)), 1)])
 
-    return run
+
+@exact
+def _add_sums(sums, total, weight, start, stop):
+    loss, counts = 0.0, 0.0
+    for part in range(sums.shape[0]):
+        loss += sums[part, 0]
+        counts += sums[part, 1]
+    total[0], weight[0] = loss, counts
 
 
 @exact
@@ -203,11 +208,15 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
     if weights is None:
         return sweep
 
-    def run() -> None:
-        mean_weight[0] = weights.mean(dtype=np.float64)
-        sweep()
+    return in_order([k.pool.bind(_mean, (weights.reshape(-1), mean_weight), 1), sweep])
 
-    return run
+
+@exact
+def _mean(weights, mean, start, stop):
+    total = 0.0
+    for i in range(weights.size):
+        total += weights[i]
+    mean[0] = total / weights.size
 
 
 @jit

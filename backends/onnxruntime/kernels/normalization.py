@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.scratch import on_lines
-from graphc.device import Array, Run
+from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 
 
@@ -268,13 +268,16 @@ def layer_normalization_grad(k: Binding) -> Run:
     )
     flat_scale, flat_bias = dscale.reshape(-1), dbias.reshape(-1)
     sweep = k.pool.bind(_layer_normalization_grad, arguments, parts)
+    return in_order([sweep, k.pool.bind(_add_accumulators, (sums, flat_scale, flat_bias), 1)])
 
-    def run() -> None:
-        sweep()
-        np.sum(sums[:, 0, :size], axis=0, out=flat_scale)
-        np.sum(sums[:, 1, :size], axis=0, out=flat_bias)
 
-    return run
+@exact
+def _add_accumulators(sums, dscale, dbias, start, stop):
+    dscale[:], dbias[:] = 0.0, 0.0
+    for part in range(sums.shape[0]):
+        for c in range(dscale.size):
+            dscale[c] += sums[part, 0, c]
+            dbias[c] += sums[part, 1, c]
 
 
 @jit

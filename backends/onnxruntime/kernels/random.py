@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given
 from graphc.backends.onnxruntime.kernels.jit import exact, inlined, specialized
-from graphc.device import Array, Run
+from graphc.device import Array, Run, in_order
 from graphc.ir.ops.random import dropout_scale, dropout_threshold
 
 GRAIN = 1024
@@ -41,14 +41,17 @@ def _drawing(k: Binding, kind: int, threshold: int, factor: float) -> Run:
     words[1], words[5] = zlib.crc32(str(k.attributes["tag"]).encode()), threshold
     sweep = k.pool.bind(_draw(kind), (words, np.float32(factor), drawn.reshape(-1)), drawn.size // 4 + 2, GRAIN)
 
-    def run() -> None:
-        bits, moment = int(seed.item()) & (1 << 64) - 1, int(step.item()) & (1 << 64) - 1
-        words[0] = (bits ^ bits >> 32) & 0xFFFFFFFF
-        words[2], words[3] = moment & 0xFFFFFFFF, moment >> 32
-        words[4] = int(sample_offset.item()) * per_sample & (1 << 64) - 1
-        sweep()
+    moment = [value.reshape(1) for value in (seed, step, sample_offset)]
+    return in_order([k.pool.bind(_write_words, (*moment, per_sample, words), 1), sweep])
 
-    return run
+
+@exact
+def _write_words(seed, step, sample_offset, per_sample, words, start, stop):
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    bits, moment = np.uint64(seed[0]), np.uint64(step[0])
+    words[0] = (bits ^ (bits >> half)) & low
+    words[2], words[3] = moment & low, moment >> half
+    words[4] = np.uint64(sample_offset[0]) * np.uint64(per_sample)
 
 
 @inlined

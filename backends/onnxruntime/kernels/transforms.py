@@ -27,12 +27,17 @@ def sum_of_squares(k: Binding) -> Run:
     work = [(flat, np.zeros(-(-flat.size // BLOCK))) for flat in contiguous(given(k.inputs, len(k.inputs)))]
     sweeps = [k.pool.bind(_sums_of_squares, (flat, sums), sums.size) for flat, sums in work]
 
-    def run() -> None:
-        for sweep in sweeps:
-            sweep()
-        total[...] = sum(float(sums.sum()) for _, sums in work)
+    of_arrays = np.zeros(len(work))
+    sweeps += [k.pool.bind(_add_blocks, (sums, of_arrays[i : i + 1]), 1) for i, (_, sums) in enumerate(work)]
+    return in_order([*sweeps, k.pool.bind(_add_blocks, (of_arrays, total.reshape(1)), 1)])
 
-    return run
+
+@exact
+def _add_blocks(sums, total, start, stop):
+    found = 0.0
+    for block in range(sums.size):
+        found += sums[block]
+    total[0] = found
 
 
 @jit

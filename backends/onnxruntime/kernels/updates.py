@@ -1,4 +1,4 @@
-"""Optimizer updates as one in-place sweep over flat buffers, and the test for non-finite values.
+"""Optimizer updates as one in-place sweep over flat buffers.
 
 The declarations in ``graphc/ir/ops/updates.py`` give formulas and sources. Whatever depends only on the step, the learning
 rate and the divisor is computed once a step in float64, by a function of its own, and passed to the loops as a few float32
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Binding, Pool, kernel
+from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.transforms import widening
@@ -310,45 +310,3 @@ def increment(k: Binding) -> Run:
 def _increment(step, skip, next_step, start, stop):
     for i in range(step.size):  # a buffer has padding behind the one element
         next_step[i] = step[i] if skip[0] else step[i] + 1
-
-
-@kernel("onnxruntime", "graphc::AnyNonFinite", dtypes=(ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16))
-def any_non_finite(k: Binding) -> Run:
-    (skip,) = given(k.outputs, 1)
-    counts = [bind_nonfinite_count(array, k.pool) for array in given(k.inputs, len(k.inputs))]
-
-    def run() -> None:
-        skip[...] = any(count() for count in counts)
-
-    return run
-
-
-def bind_nonfinite_count(array: Array, pool: Pool) -> Callable[[], int]:
-    """A function that counts the NaN and infinite elements of a C-contiguous float32, float16 or bfloat16 array."""
-    if array.dtype.itemsize == 2:
-        bits, exponent = array.reshape(-1).view(np.int16), 0x7C00 if array.dtype == np.float16 else 0x7F80
-    else:
-        bits, exponent = array.reshape(-1).view(np.int32), 0x7F800000
-    counts = np.zeros(max(1, min(pool.threads, bits.size // GRAIN)), dtype=np.int64)
-    count = pool.bind(_count_nonfinite_parts, (bits, np.array([exponent], bits.dtype), counts), counts.size)
-
-    def run() -> int:
-        count()
-        return int(counts.sum())
-
-    return run
-
-
-@exact
-def _count_nonfinite(bits, exponent):
-    count = 0
-    for i in range(bits.size):
-        count += (bits[i] & exponent) == exponent
-    return count
-
-
-@exact
-def _count_nonfinite_parts(bits, exponent, counts, start, stop):
-    parts = counts.size
-    for part in range(start, stop):
-        counts[part] = _count_nonfinite(bits[bits.size * part // parts : bits.size * (part + 1) // parts], exponent[0])

@@ -7,7 +7,7 @@ infinity reads the rows of this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,27 +70,10 @@ class RowLedger:
         """The record of an array, None for one that has none."""
         return self._records.get((array.ctypes.data, array.shape))
 
-    def bind_count(self, array: Array, bind: Callable[[Array], Callable[[], int]]) -> Callable[[], int]:
-        """Bind the count of NaN and infinities of a 1-D array, which reads rows that are not zero only.
-
-        Args:
-            bind: binds the count of all elements of an array.
-        """
+    def records(self, array: Array) -> list[WrittenRows]:
+        """The records of parts of a 1-D array, in order."""
         start, stop = _range(array)
-        found = sorted((r for r in self._records.values() if start <= r.range[0] and r.range[1] <= stop), key=lambda r: r.range)
-        whole = bind(array)
-        if not found:
-            return whole
-        edges = [start, *(edge for record in found for edge in record.range), stop]
-        places = [(edge - start) // array.itemsize for edge in edges]
-        between = [bind(array[a:b]) for a, b in zip(places[::2], places[1::2], strict=True) if a < b]
-
-        def count() -> int:
-            if not all(record.alone[0] for record in found):
-                return whole()
-            return sum(part() for part in between) + sum(int(record.nonfinite.sum()) for record in found)
-
-        return count
+        return sorted((r for r in self._records.values() if start <= r.range[0] and r.range[1] <= stop), key=lambda r: r.range)
 
     def clear(self) -> None:
         """Forget everything."""

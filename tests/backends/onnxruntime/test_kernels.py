@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graphc.backend import Binding, native_kernel
+from graphc.backend import Binding, make_backend, native_kernel
 from graphc.cli import main
 from graphc.device import aligned_zeros
 from graphc.ir.declare import declaration_of
@@ -27,7 +27,7 @@ from graphc.passes.legalize.decompose import decompose_graph
 ort = pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
-from graphc.backends.onnxruntime.kernels import bind_nonfinite_count, convolution, onednn  # noqa: E402
+from graphc.backends.onnxruntime.kernels import convolution, onednn  # noqa: E402
 from graphc.backends.onnxruntime.kernels.panels import parts_of_product  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
 from tests.backends.onnxruntime.node_cases import compare, native, reference, single_node  # noqa: E402
@@ -790,12 +790,48 @@ def test_sum_of_squares_does_not_depend_on_the_number_of_threads() -> None:
     assert len(set(totals)) == 1
 
 
-def test_nonfinite_count(pool: ThreadPool) -> None:
-    values = normal(100_003)
-    count = bind_nonfinite_count(values, pool)
-    assert count() == 0
-    values[[0, 50_000, 100_002]] = np.nan, -np.inf, np.inf
-    assert count() == 3
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex64])
+def test_the_check_finds_nan_and_infinity_anywhere(dtype: Any) -> None:
+    backend = make_backend("onnxruntime", threads=3)
+    arrays = [normal(3).astype(dtype), normal(100_003).astype(dtype)]
+    calls: list[None] = []
+    check = backend.bind_check(arrays, lambda: calls.append(None))
+    check()
+    assert not calls
+    for array, place, value in ((0, 1, np.nan), (1, 0, -np.inf), (1, 50_000, np.inf), (1, 100_002, np.nan)):
+        before, arrays[array][place] = arrays[array][place], value
+        check()
+        assert calls
+        calls.clear()
+        arrays[array][place] = before
+    check()
+    assert not calls
+    backend.close()
+
+
+def test_the_check_stops_a_row_of_native_calls() -> None:
+    backend = make_backend("onnxruntime", threads=2)
+    values, step = normal(40_000), np.zeros(1, dtype=np.int64)
+    (node,) = single_node("graphc::Increment", [step], {}, ()).graph
+    increment = backend.bind_kernel(node, [step], [step], {0: 0})
+
+    def fail() -> None:
+        raise FloatingPointError
+
+    check = backend.bind_check([values], fail)
+    assert backend.joins(check)
+    assert backend.joins(increment)
+    row = backend.record([check, increment])
+    row()
+    values[30_000] = np.nan
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            row()
+    assert step[0] == 1
+    values[30_000] = 0
+    row()
+    assert step[0] == 2
+    backend.close()
 
 
 @numba.njit(nogil=True)
