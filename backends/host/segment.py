@@ -77,17 +77,24 @@ def compile_segment(model: onnx.ModelProto, least: int = 1) -> SegmentCode:
 
     Args:
         model: the segment.
-        least: elements that the largest kernel takes at least.
+        least: elements that the largest kernel takes at least, unless all operands and results are single numbers: such
+            segments, as that of the mean loss, are the same in all models.
 
     Raises:
         LanguageError: nothing of it can be compiled, or it is too little.
     """
     refused: set[str] = set()
+    least = 1 if _holds_single_numbers(model) else least
     while True:
         try:
             return _Segment(model, least, refused).code()
         except _RefusedError as error:
             refused |= error.ops
+
+
+def _holds_single_numbers(model: onnx.ModelProto) -> bool:
+    dims = (d for v in (*model.graph.input, *model.graph.output) for d in v.type.tensor_type.shape.dim)
+    return all(d.dim_value == 1 for d in dims)
 
 
 class _Segment:
