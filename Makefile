@@ -22,7 +22,7 @@ $(STAMP): $(BASE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-$(KERNELS): $(BASE) backends/onnxruntime/kernels.txt $(shell find backends/onnxruntime -name '*.py')
+$(KERNELS): $(BASE) backends/onnxruntime/kernels.txt $(shell find backends/onnxruntime backends/host -name '*.py')
 	$(BIN)/python -m graphc.backends.onnxruntime.ahead
 	@touch $@
 
