@@ -4,8 +4,10 @@
     after    s = MatMul(Transpose(q, perm=[0, 2, 1, 3]), Transpose(k, perm=[0, 2, 3, 1]))
 
 Products have fast kernels, gradients that are products, and the attention pass knows them. Several operands are multiplied
-from left to right. An Einsum stays as it is if a label occurs twice in an operand, if sizes of a label may differ (a size of
-one that is repeated), if they cannot be written as the shape of a reshape, or if its operands are integers.
+from left to right. Sizes of a label that both operands and the result have may differ, as 4·batch and a size of no known name do
+where the exporter lost it: a MatMul repeats a size of one there as an Einsum does. An Einsum stays as it is if a label occurs
+twice in an operand, if sizes of a summed label may differ, if sizes cannot be written as the shape of a reshape, or if its
+operands are integers.
 """
 
 from __future__ import annotations
@@ -73,15 +75,15 @@ def _written(op: Builder, node: ir.Node) -> ir.Value | None:
 
 
 def _sizes(terms: Sequence[str], inputs: Sequence[ir.Value]) -> dict[str, Dim] | None:
-    """The length of each label; None when one is unknown, empty or not the same everywhere, or a label is repeated."""
+    """The length of each label, None for one that is unknown or may differ; None when one is empty or a label is repeated."""
     sizes: dict[str, Dim] = {}
     for term, value in zip(terms, inputs, strict=True):
         found = dims(value) or ()
-        if len(found) != len(term) or len(set(term)) != len(term):
+        if len(found) != len(term) or len(set(term)) != len(term) or 0 in found:
             return None
         for label, size in zip(term, found, strict=True):
-            if not size or sizes.setdefault(label, size) != size:
-                return None
+            if sizes.setdefault(label, size) != size:
+                sizes[label] = None
     return sizes
 
 
@@ -117,6 +119,8 @@ class _Writer:
         along = "".join(c for c in b.labels if c in a.labels and c not in result)
         if not along or not rows + columns:
             return self._elementwise(a, b, result, along)
+        if any(self.sizes[label] is None for label in along):
+            return None  # a MatMul repeats no row or column
         if not batch:
             rows = "".join(c for c in a.labels if c in rows)
         lead = [*batch, rows] if batch or not rows else [*rows]
