@@ -36,6 +36,7 @@ from graphc.backends.fusion.op_kernels import op_kernel
 from graphc.backends.fusion.packed_masks import packs
 from graphc.backends.fusion.reads_cache import Reads
 from graphc.backends.fusion.reductions import known_axes, reduced_axes
+from graphc.backends.fusion.skewed_reads import skewed_reads
 from graphc.ir.facts import constant, dtype_of, shape_of, size_of, static_dims
 
 LOOK_BACK = 12
@@ -134,6 +135,22 @@ class _Grouper(Launches):
                     if (kept or self._is_picked(node, out)) and out not in self.aliases:
                         base = in_place_of(out)  # of another shape: a kernel stores it, and reads it as this value
                         self.memory.update([base] if base.producer() is not None and constant(base) is None else [])
+        self._choose_straight()
+
+    def _choose_straight(self) -> None:
+        """Keep what kernels would read at offsets that they have to divide."""
+        for node in self.nodes:
+            if node in self.opaque or op_kernel(node).index_map is None:
+                continue
+            for out in node.outputs:
+                moved = [op_kernel(user).index_map is not None for user, _ in out.uses()]
+                if size_of(out) <= SMALL or (moved and all(moved)):
+                    continue
+                for value in skewed_reads(out, lambda v: v in self.memory or v.producer() in self.opaque):
+                    base = in_place_of(value)
+                    if base.producer() is not None and constant(base) is None:
+                        self.memory.add(base)
+                        self.straight.add(base)
 
     def _is_shared(self, node: ir.Node, out: ir.Value) -> bool:
         """Whether several nodes use a value that is expensive to recompute."""
@@ -198,7 +215,7 @@ class _Grouper(Launches):
     def _joined(self, kernel: FusedKernel, at: int, new: FusedKernel) -> FusedKernel | None:
         """``kernel`` extended by the result of ``new``; None if they cannot be joined."""
         found = _common_walk(kernel, new)
-        if found is None:
+        if found is None or not self.straight.isdisjoint(new.reads.intersection(kernel.stores)):
             return None
         shape, axes = found
         if math.prod(shape) > SMALL:

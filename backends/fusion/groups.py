@@ -60,6 +60,7 @@ class Launches:
     Attributes:
         aliases: value → the value of another shape whose memory it shares.
         made: value → the launch that writes it.
+        straight: values in memory that readers see in lines of another length: they are never recomputed.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -69,6 +70,7 @@ class Launches:
         self.memory: set[ir.Value] = set()
         self.launches: list[Launch] = []
         self.made: dict[ir.Value, int] = {}
+        self.straight: set[ir.Value] = set()
         self._costs: dict[ir.Value, tuple[frozenset[ir.Value], int]] = {}
         self._reads = Reads()
 
@@ -134,7 +136,7 @@ class Launches:
 
     def forget(self) -> None:
         """Remove values from memory if recomputing them in every reader moves fewer bytes."""
-        fixed = {*self.graph.outputs, *self.aliases.values()}
+        fixed = {*self.graph.outputs, *self.aliases.values(), *self.straight}
         for launch in self.launches:
             if isinstance(launch, Opaque):
                 fixed.update(v for v in operands(launch.node) if v is not None)
@@ -190,7 +192,7 @@ class Launches:
         for k, launch in enumerate(self.launches):
             if isinstance(launch, FusedKernel):
                 for value in sorted(launch.reads, key=lambda v: v.name or ""):
-                    if value in self.made and size_of(value) > SMALL:
+                    if value in self.made and size_of(value) > SMALL and value not in self.straight:
                         self._try_without(launch, k, value)
 
     def _try_without(self, kernel: FusedKernel, at: int, value: ir.Value) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from contextlib import closing
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -15,10 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphc.backend import BACKENDS
 from graphc.backends.cupy.segment.compile import compile_segment
 from graphc.backends.cupy.segment.program import KernelCall
 from graphc.backends.fusion.indexing import Linear, Variable, flatten, unflatten
 from tests.backends.fusion.fusion_cases import CASES, REDUCING, check_case, check_network
+from tests.backends.host.segment_models import results_of
 from tests.backends.host_kernels import HostDevice, run_segment
 from tests.tiers import params
 
@@ -130,6 +133,48 @@ def test_a_chain_through_reshapes_and_transposes_is_one_kernel() -> None:
       y = Transpose<perm=[0, 2, 1, 3]>(g)
     }"""
     assert launches(HEAD + body + nodes) == 1
+
+
+SHEARS = {  # of e = Exp(x)
+    "of scores": """
+      n = Pad(e, left, zero)  tall = Reshape(n, turned)  cut = Slice(tall, one, most, first)
+      wide = Reshape(cut, straight)  y = Slice(wide, none, half, last)""",
+    "of gradients": """
+      n = Pad(e, right, zero)  tall = Reshape(n, turned)  under = Pad(tall, above, zero)
+      wide = Reshape(under, even)  y = Slice(wide, one, most, last)""",
+}
+
+
+@pytest.mark.parametrize("kind", SHEARS)
+def test_a_shear_is_read_from_a_padded_copy_without_a_division_for_each_element(kind: str) -> None:
+    """Relative positions are matched to keys by rows that a reshape moves against each other."""
+    columns, seen, tall_rows = (1023, 512, 1024) if kind == "of scores" else (512, 1023, 1023)
+    head = f'<ir_version: 10, opset_import: ["": 21]> g (float[512,{columns}] x) => (float[512,{seen}] y)'
+    text = f"""{head} {{
+      zero = Constant<value_float=0.0>()
+      left = Constant<value_ints=[0, 1, 0, 0]>()  right = Constant<value_ints=[0, 0, 0, 511]>()
+      above = Constant<value_ints=[1, 0, 0, 0]>()
+      turned = Constant<value_ints=[{tall_rows}, 512]>()  straight = Constant<value_ints=[512, 1023]>()
+      even = Constant<value_ints=[512, 1024]>()
+      one = Constant<value_ints=[1]>()  none = Constant<value_ints=[0]>()  most = Constant<value_ints=[1024]>()
+      half = Constant<value_ints=[512]>()  first = Constant<value_ints=[0]>()  last = Constant<value_ints=[1]>()
+      e = Exp(x)
+      {SHEARS[kind]}
+    }}"""
+    model = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))
+    calls = [call for call in compile_segment(model).calls if isinstance(call, KernelCall)]
+    assert len(calls) == 2
+    reader = calls[-1].source.body
+    assert not any(part in reader for part in ("% 1023", "% 1024", "exp"))
+    x = np.random.default_rng(0).standard_normal((512, columns)).astype(np.float32)
+    e = np.exp(x)
+    if kind == "of scores":
+        expected = np.pad(e, ((0, 0), (1, 0))).reshape(1024, 512)[1:].reshape(512, 1023)[:, :512]
+    else:
+        tall = np.pad(e, ((0, 0), (0, 511))).reshape(1023, 512)
+        expected = np.pad(tall, ((1, 0), (0, 0))).reshape(512, 1024)[:, 1:]
+    with closing(BACKENDS["onnxruntime"](threads=2, spin=False)) as backend:
+        np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], expected, rtol=1e-6)
 
 
 def test_what_a_library_reads_transposed_is_written_once() -> None:
