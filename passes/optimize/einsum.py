@@ -4,10 +4,10 @@
     after    s = MatMul(Transpose(q, perm=[0, 2, 1, 3]), Transpose(k, perm=[0, 2, 3, 1]))
 
 Products have fast kernels, gradients that are products, and the attention pass knows them. Several operands are multiplied
-from left to right. Sizes of a label that both operands and the result have may differ, as 4·batch and a size of no known name do
-where the exporter lost it: a MatMul repeats a size of one there as an Einsum does. An Einsum stays as it is if a label occurs
-twice in an operand, if sizes of a summed label may differ, if sizes cannot be written as the shape of a reshape, or if its
-operands are integers.
+from left to right. Sizes of a label that both operands and the result have may differ, as 4·batch and a size of no known name
+do where the exporter lost it: a MatMul repeats a size of one there as an Einsum does. An Einsum stays as it is if a label
+occurs twice in an operand, if sizes of a summed label may differ, if sizes cannot be written as the shape of a reshape, or if
+its operands are integers.
 """
 
 from __future__ import annotations

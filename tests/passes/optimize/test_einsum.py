@@ -89,9 +89,11 @@ def test_an_open_batch_and_length_need_no_einsum(equation: str) -> None:
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-@pytest.mark.parametrize("equation", ["bchd,behd->bhce", "bche,behd->bchd", "xycd,xyed->xyce", "bcxd,byd->bcxy", "bcd,bed,bxe->bcx"])
+@pytest.mark.parametrize(
+    "equation", ["bchd,behd->bhce", "bche,behd->bchd", "xycd,xyed->xyce", "bcxd,byd->bcxy", "bcd,bed,bxe->bcx"]
+)
 def test_a_batch_of_another_name_in_each_operand_needs_no_einsum(equation: str, repeated: bool) -> None:
-    """Exporters lose that the batches of two views are one: the file calls one 4·batch, the other has a name of its own."""
+    """Exporters lose that the batches of two views are one: the file calls one 4 * batch, the other by a name of its own."""
     terms, result = equation.split("->")[0].split(","), equation.split("->")[1]
     shared = {c for c in result if all(c in term for term in terms)}
     generator, values, feeds = np.random.default_rng(0), [], {}
