@@ -161,6 +161,7 @@ def training_pipeline(
         loss.step(),  # Σ loss and Σ weight
         *parallel.tensor_steps(options, mesh),  # weights, and the work on them, divided among ranks
         PassCall("gathers"),  # as slices, where indices are constants in a row
+        PassCall("boxes"),  # assignments to slices as choices
         PassCall("early_pools"),  # in front of Relu and Concat, which then have fewer elements
         PassCall("einsum"),  # as products, which kernels and the next pass know
         PassCall("attention"),  # one op, which a backend may compute in cache

@@ -151,6 +151,7 @@ class Evaluation:
                     self._model,
                     [
                         PassCall("gathers"),
+                        PassCall("boxes"),
                         PassCall("early_pools"),
                         PassCall("einsum"),
                         PassCall("attention", {"saves": "logsumexp"}),

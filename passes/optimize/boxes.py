@@ -1,0 +1,163 @@
+"""boxes: write a ScatterND over a box of elements as a choice between two tensors.
+
+    before   y = ScatterND(x, Concat(Expand(samples), Expand([[1], [2], [3]]), Expand([[4, 5]]), axis=-1), u)
+    after    y = Where(inside, Pad(u), x)                                       # y[:, 1:4, 4:6] = u
+
+Exporters write an assignment to slices like this, with an index of every axis for each element: eight bytes an axis for the
+four of a number, read one by one, and a gradient that gathers by them. Pad and Where cost no pass over memory inside a
+generated kernel, and their gradients are slices and choices. A ScatterND stays as it is if its indices hold anything but
+neighbours, as many axes of them as there are indices of an element, or if it reduces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.errors import counted
+from graphc.ir.builder import Builder
+from graphc.ir.facts import constant, dims, input_of, required
+from graphc.passes.optimize.axis_order import RESHAPES
+from graphc.passes.optimize.simplify import dead_code_elimination, replace
+from graphc.pipeline import Context, graph_pass
+
+MOVES = RESHAPES | {"Transpose", "Cast", "Identity"}
+
+
+@graph_pass("boxes", requires=("legalize",), changes="form")
+def boxes(model: ir.Model, ctx: Context) -> bool:
+    """Replace every ScatterND that writes a box of its operand."""
+    graph, count = model.graph, 0
+    op = Builder(graph)
+    for node in [node for node in graph if node.domain == "" and node.op_type == "ScatterND"]:
+        op.before, op.scope = node, node.name or node.op_type
+        found = _chosen(op, node)
+        count += found is not None and replace(graph, op, node.outputs[0], found)
+    if not count:
+        return False
+    dead_code_elimination(graph)
+    ctx.note(f"boxes: {counted(count, 'box', 'boxes')} written by a choice")
+    return True
+
+
+def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
+    x, indices, updates = (input_of(node, k) for k in range(3))
+    sizes, own = dims(x), dims(updates)
+    starts = _starts(indices, own) if sizes is not None and own is not None and len(own) == len(sizes) else None
+    if starts is None or sizes is None or own is None or node.attributes.get_string("reduction", "none") != "none":
+        return None
+    before, after, inside = [], [], None
+    for axis, (size, count) in enumerate(zip(sizes, own, strict=True)):
+        start = starts[axis] if axis < len(starts) else 0
+        if start < 0 and not isinstance(size, int):
+            return None
+        start += size if start < 0 else 0  # type: ignore[operator]
+        before.append(start)
+        if axis >= len(starts) or (start == 0 and size is not None and size == count):
+            after.append(0)
+            continue
+        if isinstance(size, int) and isinstance(count, int):
+            after.append(size - start - count)
+            among: Any = op.const(_between(size, start, count))
+        else:
+            rest = op.Sub(op.Sub(op.lengths((x, axis)), op.lengths((updates, axis))), op.const([start]))
+            after.append(rest)
+            ones = op.Expand(op.const(np.array(True)), op.lengths((updates, axis)))
+            among = op.Pad(ones, op.Concat(op.const([start]), rest, axis=0), op.const(np.array(False)))
+        others = [k - axis for k in range(axis + 1, len(sizes))]
+        among = op.Unsqueeze(among, op.const(others)) if others else among
+        inside = among if inside is None else op.And(inside, among)
+    if inside is None:
+        return updates
+    if all(isinstance(part, int) for part in after):
+        pads = op.const([*before, *after])
+    else:
+        pads = op.Concat(op.const(before), *(op.const([p]) if isinstance(p, int) else p for p in after), axis=0)
+    return op.Where(inside, op.Pad(updates, pads), x)  # type: ignore[no-any-return]
+
+
+def _between(size: int, start: int, count: int) -> np.ndarray[Any, Any]:
+    places = np.arange(size)
+    return (places >= start) & (places < start + count)
+
+
+def _starts(indices: ir.Value, box: tuple[Any, ...]) -> list[int] | None:
+    """The first index along each axis; None unless index k of an element follows its place along axis k alone."""
+    known, node = constant(indices), indices.producer()
+    shape = dims(indices)
+    if shape is None or not isinstance(shape[-1], int) or len(shape) != shape[-1] + 1:
+        return None
+    count = shape[-1]
+    if known is not None:
+        parts: list[Any] = [known[..., k] for k in range(count)]
+    elif node is not None and node.op_type == "Concat" and node.attributes["axis"].as_int() in (-1, count):
+        if len(node.inputs) != count:
+            return None
+        parts = [_before_expand(required(value), count) for value in node.inputs]
+    else:
+        return None
+    found = [_start(part, axis, box[axis], count) for axis, part in enumerate(parts)]
+    return None if any(start is None for start in found) else [start for start in found if start is not None]
+
+
+def _before_expand(value: ir.Value, rank: int) -> ir.Value | None:
+    """What became one index of every element: the operand of its Unsqueeze and Expand."""
+    node = value.producer()
+    if node is None or node.op_type != "Unsqueeze" or (dims(value) or (None,))[-1] != 1:
+        return None
+    axes = constant(node.inputs[1])
+    if axes is None or axes.reshape(-1).tolist() not in ([-1], [rank]):
+        return None
+    value = input_of(node)
+    node = value.producer()
+    return input_of(node) if node is not None and node.op_type == "Expand" else value
+
+
+def _start(part: Any, axis: int, count: Any, rank: int) -> int | None:
+    """The first of an axis's indices, which lie side by side; None if they do not, or there are others than ``count``."""
+    if part is None:
+        return None
+    known = part if isinstance(part, np.ndarray) else constant(part)
+    if known is None:
+        lengths = dims(part)
+        if lengths is None or len(lengths) < rank - axis or len(lengths) > rank:
+            return None
+        own = len(lengths) - (rank - axis)
+        return 0 if all(n == 1 for k, n in enumerate(lengths) if k != own) and _counts(part) else None
+    known = known.reshape((1,) * (rank - known.ndim) + known.shape)
+    if not known.size or known.shape[axis] != count:
+        return None
+    start = int(known.reshape(-1)[0])
+    places = np.arange(count).reshape([count if k == axis else 1 for k in range(rank)])
+    if not np.array_equal(known, np.broadcast_to(start + places, known.shape)):
+        return None
+    return start if start >= 0 or start + count <= 0 else None  # not from the end on to the start
+
+
+def _counts(value: ir.Value) -> bool:
+    """Whether the elements are 0, 1, 2 …"""
+    node = value.producer()
+    while node is not None and node.domain == "":
+        if node.op_type == "Range":
+            return _is(node.inputs[0], 0) and _is(node.inputs[2], 1)
+        if node.op_type == "NonZero":
+            return _is_filled(input_of(node))
+        if node.op_type not in MOVES and not (node.op_type == "Mul" and _is(node.inputs[1], 1)):
+            return False
+        node = input_of(node).producer()
+    return False
+
+
+def _is_filled(value: ir.Value) -> bool:
+    """Whether the value is a row of equal numbers that are not 0."""
+    node = value.producer()
+    if node is None or node.op_type != "ConstantOfShape" or len(dims(value) or ()) != 1 or "value" not in node.attributes:
+        return False
+    return bool(node.attributes["value"].as_tensor().numpy().all())
+
+
+def _is(value: ir.Value | None, number: int) -> bool:
+    known = constant(value)
+    return known is not None and known.size == 1 and known.reshape(-1)[0] == number
