@@ -86,6 +86,20 @@ def export(
         raise UsageError(f"exporter={exporter!r} is none of auto, {', '.join(exporters)}")
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"a torch.nn.Module is expected, not {type(module).__name__}")
+    with torch_rnn.REPLACING:
+        chosen = {name: function for name, function in exporters.items() if exporter in ("auto", name)}
+        return _exported(module, example_inputs, input_names, output_names, dynamic_batch, chosen)
+
+
+def _exported(
+    module: torch.nn.Module,
+    example_inputs: Inputs,
+    input_names: Sequence[str] | None,
+    output_names: Sequence[str] | None,
+    dynamic_batch: bool,
+    exporters: Mapping[str, Callable[..., ir.Model]],
+) -> ir.Model:
+    """What :func:`export` returns; no other thread may export, or change the module, meanwhile."""
     _refuse_projections(module)
     names, tensors = _bind(module, example_inputs)
     batched = _batched(tensors) if dynamic_batch else []
@@ -94,8 +108,6 @@ def export(
         tensors = [t.repeat(2, *[1] * (t.dim() - 1)) if k in batched else t for k, t in enumerate(tensors)]
     failures = []
     for name, function in exporters.items():
-        if exporter not in ("auto", name):
-            continue
         try:
             with _training(module), _quiet():
                 model = function(module, names, tensors, batched)
@@ -105,7 +117,7 @@ def export(
     else:
         if batched:
             with contextlib.suppress(ModelError):
-                export(module, example_inputs, dynamic_batch=False, exporter=exporter)
+                _exported(module, example_inputs, None, None, False, exporters)
                 failures.append(
                     "an op depends on the batch's size, as a convolution with a group for each sample does; it can be exported "
                     f"for batches of {len(tensors[0])} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"

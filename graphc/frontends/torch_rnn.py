@@ -77,7 +77,10 @@ def _translation(activation: str) -> Callable[..., Any]:
 
 
 REPLACING = threading.RLock()
-"""Held while PyTorch's tables are changed: a second thread would put back what the first one has put there."""
+"""Held during an export, which changes PyTorch's tables, and for a while the parameters of the module.
+
+A second thread would put back what the first one has put there, or read a parameter that has no values.
+"""
 
 
 @contextlib.contextmanager
@@ -85,7 +88,7 @@ def without_steps() -> Iterator[None]:
     """While the exporter captures a module, results of recurrent layers are told by their shapes alone.
 
     Replaces PyTorch's decompositions of these operators (as of 2.13) for tensors without values; where it registers none,
-    nothing changes. One thread exports at a time.
+    nothing changes.
     """
     import torch
     from torch._C import DispatchKey

@@ -46,7 +46,9 @@ def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
     x, indices, updates = (input_of(node, k) for k in range(3))
     sizes, own = dims(x), dims(updates)
     starts = _starts(indices, own) if sizes is not None and own is not None and len(own) == len(sizes) else None
-    if starts is None or sizes is None or own is None or node.attributes.get_string("reduction", "none") != "none":
+    if starts is None or sizes is None or own is None or x.dtype == ir.DataType.STRING:
+        return None
+    if node.attributes.get_string("reduction", "none") != "none":
         return None
     before, after, inside = [], [], None
     for axis, (size, count) in enumerate(zip(sizes, own, strict=True)):
