@@ -164,16 +164,16 @@ def _warn(module: torch.nn.Module, recorded: Collection[int | None], changed: Se
 
     if changed:
         names = ", ".join(map(repr, changed))
-        warnings.warn(f"PyTorch changes {names} with every step of training; here each stays as it is now", stacklevel=4)
+        warnings.warn(f"PyTorch changes {names} with every step of training; here each stays as it is now", stacklevel=5)
     for name, part in module.named_modules():
         if getattr(part, "running_mean", None) is not None and getattr(part, "momentum", 0) is None:
-            warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=4)
+            warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=5)
         row = part.padding_idx if isinstance(part, torch.nn.Embedding) else None
         if row is not None and row not in recorded and part.weight.requires_grad:
             warnings.warn(
                 f"this file tells no padding_idx: row {row} of '{name}.weight' trains here, which it does not in PyTorch; the"
                 " exporter of torch.export programs records it",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
