@@ -8,7 +8,7 @@ find which rows and columns are padding; from a padded copy, element (i, j) is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import onnx_ir as ir
 
@@ -21,7 +21,7 @@ STEPS = 64
 """Nodes that are followed from one reader; what needs more stays as it is."""
 
 
-def skewed_reads(value: ir.Value, in_memory: Callable[[ir.Value], bool]) -> Iterator[ir.Value]:
+def skewed_reads(value: ir.Value, in_memory: Callable[[ir.Value], bool]) -> list[ir.Value]:
     """The reshaped values behind ``value`` whose elements a loop over ``value`` finds by a division for each of them.
 
     Args:
@@ -29,12 +29,12 @@ def skewed_reads(value: ir.Value, in_memory: Callable[[ir.Value], bool]) -> Iter
         in_memory: whether a value is read rather than computed.
     """
     index = tuple(Linear.of(Variable(f"i{k}", size)) for k, size in enumerate(shape_of(value)))
-    if any(part.terms for part in index):
-        walk = _Walk(
-            lambda v: v is not value and in_memory(v), next(v for part in reversed(index) for v, _ in part.variables())
-        )
-        walk.follow(value, index, None)
-        yield from walk.found
+    variables = [variable for part in index for variable, _ in part.variables()]
+    if not variables:
+        return []
+    walk = _Walk(lambda v: v is not value and in_memory(v), variables[-1])
+    walk.follow(value, index, None)
+    return walk.found
 
 
 class _Walk:
@@ -49,7 +49,7 @@ class _Walk:
         if self._steps > STEPS or constant(value) is not None:
             return
         if node is None or self._in_memory(value):
-            self._check((flatten(index, shape_of(value)),), reshaped)
+            self._check([flatten(index, shape_of(value))], reshaped)
             return
         kernel = op_kernel(node)
         pieces = kernel.index_map(node, value.index() or 0, index) if kernel.index_map is not None else None
@@ -66,7 +66,7 @@ class _Walk:
             if operand is not None:
                 self.follow(operand, broadcast(index, shape_of(operand)), reshaped)
 
-    def _check(self, linears: Map | list[Linear], reshaped: ir.Value | None) -> None:
+    def _check(self, linears: Sequence[Linear], reshaped: ir.Value | None) -> None:
         if reshaped is not None and reshaped not in self.found and any(_is_skewed(part, self._inner) for part in linears):
             self.found.append(reshaped)
 

@@ -13,6 +13,7 @@ import functools
 import inspect
 import io
 import re
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,12 @@ _OPSET = 20
 _STATISTICS = ("running_mean", "running_var")
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+_EXPORTING = threading.Lock()
+"""Held during an export, which changes PyTorch's tables, and for a while the parameters of the module.
+
+A second thread would put back what the first one has put there, or read a parameter that has no values.
+"""
 
 _CHANGED = "graphc.changed"
 """Key in ``model.meta``: names of the buffers that a step of PyTorch's changes."""
@@ -86,7 +93,7 @@ def export(
         raise UsageError(f"exporter={exporter!r} is none of auto, {', '.join(exporters)}")
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"a torch.nn.Module is expected, not {type(module).__name__}")
-    with torch_rnn.REPLACING:
+    with _EXPORTING:
         chosen = {name: function for name, function in exporters.items() if exporter in ("auto", name)}
         return _exported(module, example_inputs, input_names, output_names, dynamic_batch, chosen)
 

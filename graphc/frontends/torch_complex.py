@@ -8,7 +8,6 @@ only, so :func:`register` adds these to the library that the exporter reads, onc
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -16,8 +15,6 @@ from graphc.frontends.torch_operators import like, typed
 
 PARTS = {14: 1, 15: 11}
 """ONNX's numbers of the complex types → those of their parts, float32 and float64."""
-
-_REGISTERING = threading.Lock()
 
 
 def holds_complex(captured: Any) -> bool:
@@ -41,14 +38,9 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     }
 
 
-def register() -> None:
-    """Add the forms to the library of PyTorch's exporter."""
-    with _REGISTERING:
-        _register()
-
-
 @functools.cache
-def _register() -> None:
+def register() -> None:
+    """Add the forms to the library of PyTorch's exporter. One thread exports at a time."""
     from onnxscript import INT64 as I
     from onnxscript.function_libs.torch_lib.registration import default_registry, torch_op
     from onnxscript.function_libs.torch_lib.tensor_typing import TFloat

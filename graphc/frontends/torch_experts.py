@@ -14,8 +14,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from graphc.frontends.torch_rnn import REPLACING
-
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Entries of the ``custom_translation_table`` of ``torch.onnx.export`` for the grouped products that exist here.
@@ -50,12 +48,11 @@ def of_any_type() -> Iterator[None]:
             return NotImplemented
         return x.new_empty((*x.shape[:-1], w.shape[-1]), dtype=out_dtype)
 
-    with REPLACING:
-        table[operator.default] = shape
-        try:
-            yield
-        finally:
-            del table[operator.default]
+    table[operator.default] = shape
+    try:
+        yield
+    finally:
+        del table[operator.default]
 
 
 def _annotated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,6 @@ twice, which takes 50 to 90 ms for a step of a layer and direction; :func:`witho
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -76,19 +75,12 @@ def _translation(activation: str) -> Callable[..., Any]:
     return rnn
 
 
-REPLACING = threading.RLock()
-"""Held during an export, which changes PyTorch's tables, and for a while the parameters of the module.
-
-A second thread would put back what the first one has put there, or read a parameter that has no values.
-"""
-
-
 @contextlib.contextmanager
 def without_steps() -> Iterator[None]:
     """While the exporter captures a module, results of recurrent layers are told by their shapes alone.
 
     Replaces PyTorch's decompositions of these operators (as of 2.13) for tensors without values; where it registers none,
-    nothing changes.
+    nothing changes. One thread exports at a time.
     """
     import torch
     from torch._C import DispatchKey
@@ -99,19 +91,18 @@ def without_steps() -> Iterator[None]:
     for operator in operators:
         kernels = getattr(operator, "py_kernels", {})
         places += [(kernels, key) for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)]
-    with REPLACING:
-        kept = [(table, key, table[key]) for table, key in places if key in table]
-        try:
-            for table, key, decomposition in kept:
-                table[key] = _shapes(decomposition)
-            for operator in operators:
-                getattr(operator, "_dispatch_cache", {}).clear()
-            yield
-        finally:
-            for table, key, decomposition in kept:
-                table[key] = decomposition
-            for operator in operators:
-                getattr(operator, "_dispatch_cache", {}).clear()
+    kept = [(table, key, table[key]) for table, key in places if key in table]
+    try:
+        for table, key, decomposition in kept:
+            table[key] = _shapes(decomposition)
+        for operator in operators:
+            getattr(operator, "_dispatch_cache", {}).clear()
+        yield
+    finally:
+        for table, key, decomposition in kept:
+            table[key] = decomposition
+        for operator in operators:
+            getattr(operator, "_dispatch_cache", {}).clear()
 
 
 def _shapes(decomposition: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,11 +6,13 @@
 Exporters write an assignment to slices like this, with an index of every axis for each element: eight bytes an axis for the
 four of a number, read one by one, and a gradient that gathers by them. Pad and Where cost no pass over memory inside a
 generated kernel, and their gradients are slices and choices. A ScatterND stays as it is if its indices hold anything but
-neighbours, as many axes of them as there are indices of an element, or if it reduces.
+neighbours, as many axes of them as there are indices of an element, if it reduces, or if it writes beyond the ends: what runs
+it says so then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,9 @@ import onnx_ir as ir
 
 from graphc.errors import counted
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, dims, input_of, required
+from graphc.ir.facts import Dim, constant, dims, input_of, required
 from graphc.passes.optimize.axis_order import RESHAPES
-from graphc.passes.optimize.simplify import dead_code_elimination, replace
+from graphc.passes.optimize.simplify import replace_each
 from graphc.pipeline import Context, graph_pass
 
 MOVES = RESHAPES | {"Transpose", "Cast", "Identity"}
@@ -29,34 +31,23 @@ MOVES = RESHAPES | {"Transpose", "Cast", "Identity"}
 @graph_pass("boxes", requires=("legalize",), changes="form")
 def boxes(model: ir.Model, ctx: Context) -> bool:
     """Replace every ScatterND that writes a box of its operand."""
-    graph, count = model.graph, 0
-    op = Builder(graph)
-    for node in [node for node in graph if node.domain == "" and node.op_type == "ScatterND"]:
-        op.before, op.scope = node, node.name or node.op_type
-        found = _chosen(op, node)
-        count += found is not None and replace(graph, op, node.outputs[0], found)
-    if not count:
-        return False
-    dead_code_elimination(graph)
-    ctx.note(f"boxes: {counted(count, 'box', 'boxes')} written by a choice")
-    return True
+    count = replace_each(model.graph, ("ScatterND",), _chosen)
+    if count:
+        ctx.note(f"boxes: {counted(count, 'box', 'boxes')} written by a choice")
+    return count > 0
 
 
 def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
     x, indices, updates = (input_of(node, k) for k in range(3))
     sizes, own = dims(x), dims(updates)
-    starts = _starts(indices, own) if sizes is not None and own is not None and len(own) == len(sizes) else None
-    if starts is None or sizes is None or own is None or x.dtype == ir.DataType.STRING:
+    if sizes is None or own is None or len(own) != len(sizes) or x.dtype == ir.DataType.STRING:
         return None
-    if node.attributes.get_string("reduction", "none") != "none":
+    starts = _starts(indices, own)
+    before = _from_the_front(starts, sizes, own) if starts is not None else None
+    if starts is None or before is None or node.attributes.get_string("reduction", "none") != "none":
         return None
-    before, after, inside = [], [], None
-    for axis, (size, count) in enumerate(zip(sizes, own, strict=True)):
-        start = starts[axis] if axis < len(starts) else 0
-        if start < 0 and not isinstance(size, int):
-            return None
-        start += size if start < 0 else 0  # type: ignore[operator]
-        before.append(start)
+    after, inside = [], None
+    for axis, (start, size, count) in enumerate(zip(before, sizes, own, strict=True)):
         if axis >= len(starts) or (start == 0 and size is not None and size == count):
             after.append(0)
             continue
@@ -80,12 +71,26 @@ def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
     return op.Where(inside, op.Pad(updates, pads), x)  # type: ignore[no-any-return]
 
 
+def _from_the_front(starts: list[int], sizes: Sequence[Dim], counts: Sequence[Dim]) -> list[int] | None:
+    """The place of the box along every axis; None if its end is counted from, and not known, or it lies beyond an end."""
+    found = []
+    for start, size, count in zip([*starts, *[0] * (len(sizes) - len(starts))], sizes, counts, strict=True):
+        if start < 0:
+            if not isinstance(size, int):
+                return None
+            start += size
+        if start < 0 or (isinstance(size, int) and isinstance(count, int) and start + count > size):
+            return None
+        found.append(start)
+    return found
+
+
 def _between(size: int, start: int, count: int) -> np.ndarray[Any, Any]:
     places = np.arange(size)
     return (places >= start) & (places < start + count)
 
 
-def _starts(indices: ir.Value, box: tuple[Any, ...]) -> list[int] | None:
+def _starts(indices: ir.Value, box: Sequence[Dim]) -> list[int] | None:
     """The first index along each axis; None unless index k of an element follows its place along axis k alone."""
     known, node = constant(indices), indices.producer()
     shape = dims(indices)
@@ -117,7 +122,7 @@ def _before_expand(value: ir.Value, rank: int) -> ir.Value | None:
     return input_of(node) if node is not None and node.op_type == "Expand" else value
 
 
-def _start(part: Any, axis: int, count: Any, rank: int) -> int | None:
+def _start(part: Any, axis: int, count: Dim, rank: int) -> int | None:
     """The first of an axis's indices, which lie side by side; None if they do not, or there are others than ``count``."""
     if part is None:
         return None
@@ -127,9 +132,11 @@ def _start(part: Any, axis: int, count: Any, rank: int) -> int | None:
         if lengths is None or len(lengths) < rank - axis or len(lengths) > rank:
             return None
         own = len(lengths) - (rank - axis)
+        if isinstance(lengths[own], int) and lengths[own] != count:
+            return None  # one index for all
         return 0 if all(n == 1 for k, n in enumerate(lengths) if k != own) and _counts(part) else None
     known = known.reshape((1,) * (rank - known.ndim) + known.shape)
-    if not known.size or known.shape[axis] != count:
+    if not known.size or not isinstance(count, int) or known.shape[axis] != count:
         return None
     start = int(known.reshape(-1)[0])
     places = np.arange(count).reshape([count if k == axis else 1 for k in range(rank)])

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, input_of, is_zero, required, static_dims
-from graphc.passes.optimize.simplify import dead_code_elimination, replace
+from graphc.passes.optimize.simplify import replace_each
 from graphc.pipeline import Context, graph_pass
 
 MOST = 256
@@ -29,18 +29,14 @@ MOST = 256
 @graph_pass("grouped_products", requires=("legalize",), changes="form")
 def grouped_products(model: ir.Model, ctx: Context) -> bool:
     """Replace every float32 product in which rows choose matrices."""
-    graph, count = model.graph, 0
-    op = Builder(graph)
-    for node in [node for node in graph if node.domain == "" and node.op_type == "MatMul"]:
-        if node.outputs[0].dtype == ir.DataType.FLOAT:
-            op.before, op.scope = node, node.name or node.op_type
-            product = _masked(op, node) or _gathered(op, node)
-            count += product is not None and replace(graph, op, node.outputs[0], product)
-    if not count:
-        return False
-    dead_code_elimination(graph)
-    ctx.note(f"grouped_products: {counted(count, 'product')} by groups of rows")
-    return True
+    count = replace_each(model.graph, ("MatMul",), _grouped)
+    if count:
+        ctx.note(f"grouped_products: {counted(count, 'product')} by groups of rows")
+    return count > 0
+
+
+def _grouped(op: Builder, node: ir.Node) -> ir.Value | None:
+    return (_masked(op, node) or _gathered(op, node)) if node.outputs[0].dtype == ir.DataType.FLOAT else None
 
 
 def _masked(op: Builder, node: ir.Node) -> ir.Value | None:

@@ -10,7 +10,7 @@ initializer is a parameter, never a constant. In a graph with pipeline stages no
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -244,6 +244,26 @@ def replace(graph: ir.Graph, op: Builder, old: ir.Value, new: ir.Value) -> bool:
     _keep_type(old, new)
     old.replace_all_uses_with(new)
     return True
+
+
+def replace_each(graph: ir.Graph, op_types: Collection[str], make: Callable[[Builder, ir.Node], ir.Value | None]) -> int:
+    """Replace the result of each of these nodes by what ``make`` emits in front of it, and remove what is dead then.
+
+    Args:
+        op_types: of the standard domain.
+        make: None leaves the node as it is.
+
+    Returns:
+        How many were replaced.
+    """
+    op, count = Builder(graph), 0
+    for node in [node for node in graph if node.domain == "" and node.op_type in op_types]:
+        op.before, op.scope = node, node.name or node.op_type
+        made = make(op, node)
+        count += made is not None and replace(graph, op, node.outputs[0], made)
+    if count:
+        dead_code_elimination(graph)
+    return count
 
 
 def _keep_type(old: ir.Value, new: ir.Value) -> None:

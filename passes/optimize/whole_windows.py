@@ -21,7 +21,7 @@ from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.facts import input_of, static_dims
 from graphc.ir.ops.convolution import CONV, Window
-from graphc.passes.optimize.simplify import dead_code_elimination, replace
+from graphc.passes.optimize.simplify import replace_each
 from graphc.pipeline import Context, graph_pass
 
 _TRANSPOSED = ("dilations", "kernel_shape", "strides", "pads", "output_padding", "output_shape")
@@ -30,17 +30,10 @@ _TRANSPOSED = ("dilations", "kernel_shape", "strides", "pads", "output_padding",
 @graph_pass("whole_windows", requires=("legalize",), changes="form")
 def whole_windows(model: ir.Model, ctx: Context) -> bool:
     """Replace every Conv with one window, and every ConvTranspose of one pixel, by a product."""
-    graph, count = model.graph, 0
-    op = Builder(graph)
-    for node in [node for node in graph if node.domain == "" and node.op_type in ("Conv", "ConvTranspose")]:
-        op.before, op.scope = node, node.name or node.op_type
-        made = (_gathered if node.op_type == "Conv" else _spread)(op, node)
-        count += made is not None and replace(graph, op, node.outputs[0], made)
-    if not count:
-        return False
-    dead_code_elimination(graph)
-    ctx.note(f"whole_windows: {counted(count, 'convolution')} with one window as products")
-    return True
+    count = replace_each(model.graph, ("Conv",), _gathered) + replace_each(model.graph, ("ConvTranspose",), _spread)
+    if count:
+        ctx.note(f"whole_windows: {counted(count, 'convolution')} with one window as products")
+    return count > 0
 
 
 def _sizes(node: ir.Node) -> tuple[tuple[int, ...], tuple[int, ...]] | None:

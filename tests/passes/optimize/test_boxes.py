@@ -99,3 +99,11 @@ def test_the_numbers_are_those_of_the_scatter(rows: str, columns: str, how: str,
     place = np.ix_(range(samples), [int(k) for k in rows.split(",")], [int(k) for k in columns.split(",")])
     expected[place] = expected[place] + u if how else u
     np.testing.assert_array_equal(run_model(model, {"x": x, "u": u})["y"], expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [("4, 5, 6", "0, 1"), ("1, 2, 3", "4, 5"), ("-7, -6, -5", "0, 1")])
+def test_a_box_beyond_the_ends_is_left_to_what_refuses_it(rows: str, columns: str) -> None:
+    model = box(rows, columns, "", "n")
+    nodes = [node.op_type for node in model.graph]
+    run(model, [PassCall("boxes")], Context(done=["legalize"]))
+    assert [node.op_type for node in model.graph] == nodes
