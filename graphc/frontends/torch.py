@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import io
+import logging
 import re
 import threading
 import warnings
@@ -53,6 +54,9 @@ A second thread would put back what the first one has put there, or read a param
 
 _CHANGED = "graphc.changed"
 """Key in ``model.meta``: names of the buffers that a step of PyTorch's changes."""
+
+_ASKED = "graphc.asked"
+"""Key in ``model.meta``: what the module's code found out about the batch, and which is not so for every batch."""
 
 
 def export(
@@ -107,18 +111,28 @@ def _exported(
     exporters: Mapping[str, Callable[..., ir.Model]],
 ) -> ir.Model:
     """What :func:`export` returns; no other thread may export, or change the module, meanwhile."""
+    from graphc.frontends.torch_batches import FixedBatchError, enlarged
+
     _refuse_projections(module)
     names, tensors = _bind(module, example_inputs)
     batched = _batched(tensors) if dynamic_batch else []
-    if batched and tensors[0].shape[0] == 1:
-        # torch.export takes a size of 1 for a constant, and BatchNorm needs more than one sample to train
-        tensors = [t.repeat(2, *[1] * (t.dim() - 1)) if k in batched else t for k, t in enumerate(tensors)]
+    size = tensors[0].shape[0] if batched else None
+    if size == 1:  # torch.export takes a size of 1 for a constant, and BatchNorm needs more than one sample to train
+        tensors = enlarged(tensors, batched)
     failures = []
     for name, function in exporters.items():
         try:
             with _training(module), _quiet():
                 model = function(module, names, tensors, batched)
             break
+        except FixedBatchError as error:  # the other exporter would write the size down, and let the batch have any other
+            model = _exported(module, example_inputs, input_names, output_names, False, exporters)
+            warnings.warn(
+                f"{type(module).__name__} trains with batches of {size} only, as in its example: it takes the batch's size for "
+                f"a number{error}",
+                stacklevel=4,
+            )
+            return model
         except Exception as error:  # exporters raise any error of the module, or their own
             failures.append(f"{name}: {_reason(error)}")
     else:
@@ -127,13 +141,13 @@ def _exported(
                 _exported(module, example_inputs, None, None, False, exporters)
                 failures.append(
                     "an op depends on the batch's size, as a convolution with a group for each sample does; it can be exported "
-                    f"for batches of {len(tensors[0])} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"
+                    f"for batches of {size} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"
                 )
         if any("ctc_loss" in failure for failure in failures):
             failures.append("end the module in its scores, and train it with the loss graphc.losses.CTC")
         raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
     _finish(model, module)
-    _warn(module, {padding_row(node) for node in model.graph.all_nodes()}, model.meta.get(_CHANGED, ()))
+    _warn(module, {padding_row(node) for node in model.graph.all_nodes()}, model.meta)
     _rename(model.graph, model.graph.inputs, input_names or names)
     count = len(model.graph.outputs)
     _rename(
@@ -160,16 +174,18 @@ def _refuse_projections(module: torch.nn.Module) -> None:
             )
 
 
-def _warn(module: torch.nn.Module, recorded: Collection[int | None], changed: Sequence[str]) -> None:
+def _warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Mapping[str, Any]) -> None:
     """Warns of what trains differently than in PyTorch.
 
     Args:
         recorded: the rows for padding that the file tells.
-        changed: buffers other than running statistics that a step of PyTorch's changes.
+        notes: what the exporter left in ``model.meta``.
     """
     import torch
 
-    if changed:
+    if asked := notes.get(_ASKED):
+        warnings.warn(f"the batch's size decides what {type(module).__name__} computes; here {asked} always", stacklevel=5)
+    if changed := notes.get(_CHANGED):
         names = ", ".join(map(repr, changed))
         warnings.warn(f"PyTorch changes {names} with every step of training; here each stays as it is now", stacklevel=5)
     for name, part in module.named_modules():
@@ -253,10 +269,17 @@ def _training(module: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence the exporters: they warn of their own options and missing packages, and print a whole graph where one fails."""
+    import torch
+
     unread = io.StringIO()
+    log = getattr(torch._C, "_jit_onnx_log", None)
     with contextlib.ExitStack() as stack:
+        if log is not None:  # writes to the descriptor of standard output, whatever the settings
+            stack.callback(setattr, torch._C, "_jit_onnx_log", log)
+            torch._C._jit_onnx_log = lambda *_: None
         for name in ("torch.onnx", "torch.fx.experimental.symbolic_shapes"):
             stack.enter_context(silent_reader(name))
+        stack.enter_context(silent_reader("torch._guards", logging.CRITICAL))  # what is raised is logged as well
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(contextlib.redirect_stdout(unread))
         stack.enter_context(contextlib.redirect_stderr(unread))
@@ -268,13 +291,8 @@ def _with_dynamo(
 ) -> ir.Model:
     import torch
 
-    batch = torch.export.Dim("batch")
-    shapes: tuple[Any, ...] = tuple({0: batch} if k in batched else None for k in range(len(tensors)))
-    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-        shapes = (*shapes[:first], shapes[first:])
-    dynamic = shapes if batched else None
+    from graphc.frontends import torch_batches
+
     settings: dict[str, Any] = {
         "dynamo": True,
         "optimize": False,
@@ -285,26 +303,39 @@ def _with_dynamo(
             for operator, form in forms.translations().items()
         },
         "verbose": False,
+        "dynamic_shapes": torch_batches.shapes_of(module, len(tensors), batched, torch.export.Dim("batch")),
     }
+    failures = []
     with torch_rnn.without_steps(), torch_experts.of_any_type():
-        try:
-            captured = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
-            _detach_without_gradients(captured)
-            of_gradients: Any = contextlib.nullcontext()
-            if torch_complex.holds_complex(captured):
-                torch_complex.register()
-                settings["custom_translation_table"] |= torch_complex.translations()
-                of_gradients = torch.no_grad()  # some of what takes an assignment apart refuses gradients of complex numbers
-            with of_gradients:
-                program: Any = torch.onnx.export(captured, (), dynamic_shapes=dynamic, **settings)
-        except Exception:  # the exporter of ONNX has other ways to capture a module
-            program = torch.onnx.export(module, tuple(tensors), dynamic_shapes=dynamic, **settings)
+        for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
+            try:
+                captured, asked = torch_batches.capture(module, tensors, batched, strict=strict)
+                program = _translated(captured, settings)
+                break
+            except Exception as error:  # of the module, of the capture or of the translation
+                failures.append(error)
+        else:
+            raise failures[0]
     model: ir.Model = program.model
     signature = getattr(program.exported_program, "graph_signature", None)
     changed = signature.buffers_to_mutate.values() if signature is not None else ()
+    model.meta[_ASKED] = asked
     model.meta[_CHANGED] = [name for name in changed if not name.endswith((*_STATISTICS, "num_batches_tracked"))]
     drop_biases_of_volumes(model.graph)
     return model
+
+
+def _translated(captured: torch.export.ExportedProgram, settings: Mapping[str, Any]) -> Any:
+    """The ``ONNXProgram`` of a captured module."""
+    import torch
+
+    _detach_without_gradients(captured)
+    if not torch_complex.holds_complex(captured):
+        return torch.onnx.export(captured, (), **settings)
+    torch_complex.register()
+    table = settings["custom_translation_table"] | torch_complex.translations()
+    with torch.no_grad():  # some of what takes an assignment apart refuses gradients of complex numbers
+        return torch.onnx.export(captured, (), **{**settings, "custom_translation_table": table})
 
 
 def _detach_without_gradients(captured: torch.export.ExportedProgram) -> None:

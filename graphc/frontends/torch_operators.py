@@ -47,6 +47,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     put = {"x": TReal, "indices": indices, "values": TReal, "accumulate": bool}
     pool: dict[str, Any] = {"x": X, "kernel_size": lists, "stride": lists, "padding": lists}
     pool |= {"ceil_mode": bool, "count_include_pad": bool, "divisor_override": maybe}
+    spread: dict[str, Any] = {"x": X, "dim": Sequence[int] | None, "correction": float | None, "keepdim": bool}
     table: list[tuple[Any, Callable[..., Any], dict[str, Any]]] = [
         (aten.squeeze.dim, _squeeze, {"x": TTensor, "dims": int, "return": TTensor}),
         (aten.squeeze.dims, _squeeze, {"x": TTensor, "dims": lists, "return": TTensor}),
@@ -67,6 +68,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.median.dim, _median, {"x": X, **numbers}),
         (aten.median.default, _median_of_all, {"x": X}),
         (aten.searchsorted.Tensor, _search_sorted, {"ends": X, "x": X, "out_int32": bool, "right": bool, "side": str | None}),
+        (aten.std.correction, _standard_deviation, spread),
+        (aten.std_mean.correction, _standard_deviation_and_mean, spread),
         (aten.hypot.default, _hypot, {"x": X, "y": X}),
         (aten.copysign.Tensor, _copysign, {"x": X, "y": X}),
         (aten.signbit.default, _signbit, {"x": X, "return": LOGICAL}),
@@ -390,6 +393,23 @@ def _digamma(x: Any) -> Any:
     angle = op.Mul(op.Where(low, wide, like(0.25, wide)), like(math.pi, wide))
     reflected = op.Sub(upper, op.Div(op.Mul(like(math.pi, wide), op.Cos(angle)), op.Sin(angle)))
     return op.CastLike(op.Where(low, reflected, upper), x)
+
+
+def _standard_deviation(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
+    return _standard_deviation_and_mean(x, dim, correction, keepdim)[0]
+
+
+def _standard_deviation_and_mean(
+    x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False
+) -> tuple[Any, Any]:
+    """By the norm of the differences, whose gradient is 0 where all are 0; that of a variance's root is infinite there."""
+    op = _op()
+    axes = [_axis(x, d) for d in dim] if dim else list(range(len(x.shape)))
+    mean = op.ReduceMean(x, axes, keepdims=1)
+    norm = op.ReduceL2(op.Sub(x, mean), axes, keepdims=int(keepdim))
+    count = op.CastLike(op.Div(op.Size(x), op.Size(norm)), x)
+    spread = op.Div(norm, op.Sqrt(op.Sub(count, like(1.0 if correction is None else correction, x))))
+    return spread, mean if keepdim else op.Squeeze(mean, axes)
 
 
 # Distances ---------------------------------------------------------------------------------------------------------------

@@ -116,6 +116,8 @@ def follow(node: ir.Node) -> np.ndarray | None:
     elements = rule(node)
     if elements is None or len(elements) > LIMIT or (not found and len(elements) != 1):
         return None
+    if found and isinstance(found[0], int) and found[0] != len(elements):
+        return None  # of an operand that says nothing of its shape, or an impossible model
     numbers = [e for e in elements if isinstance(e, int)]
     if any(not -(2**63) <= e < 2**63 for e in numbers):
         return None
@@ -144,15 +146,21 @@ def _same(node: ir.Node) -> Sequence[Dim] | None:
     return held(node.inputs[0])
 
 
+def _line(value: ir.Value | None) -> Sequence[Dim] | None:
+    """The elements of an integer tensor of one dimension."""
+    found = dims_of(value)
+    return held(value) if found is not None and len(found) == 1 else None
+
+
 def _gather(node: ir.Node) -> Sequence[Dim] | None:
-    data, indices = held(node.inputs[0]), constant(node.inputs[1])
+    data, indices = _line(node.inputs[0]), constant(node.inputs[1])
     if data is None or indices is None or any(not -len(data) <= int(i) < len(data) for i in indices.reshape(-1)):
         return None
     return [data[int(i)] for i in indices.reshape(-1)]
 
 
 def _slice(node: ir.Node) -> Sequence[Dim] | None:
-    data = held(node.inputs[0])
+    data = _line(node.inputs[0])
     bounds = [held(v) if v is not None else None for v in node.inputs[1:]]
     first = [b[0] if b else None for b in bounds] + [None] * 4
     start, end, _, step = first[:4]
@@ -167,7 +175,7 @@ def _concat(node: ir.Node) -> Sequence[Dim] | None:
 
 
 def _reduce_product(node: ir.Node) -> Sequence[Dim] | None:
-    data = held(node.inputs[0])
+    data = _line(node.inputs[0])
     return [product(data)] if data is not None else None
 
 

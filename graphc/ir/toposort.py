@@ -12,15 +12,17 @@ from graphc.errors import ModelError
 
 
 @contextlib.contextmanager
-def silent_reader(name: str = "onnx_ir.serde") -> Iterator[None]:
-    """Silence a logger: by default of ``onnx_ir`` about values without a source, which the reader checks or supplies."""
+def silent_reader(name: str = "onnx_ir.serde", level: int = logging.ERROR) -> Iterator[None]:
+    """Silence a logger below ``level``: by default of ``onnx_ir`` about values without a source, which the reader checks or
+    supplies.
+    """
     logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    before = logger.level
+    logger.setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        logger.setLevel(before)
 
 
 def sort_and_link(graph: ir.Graph) -> None:

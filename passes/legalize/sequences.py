@@ -167,17 +167,20 @@ def _split(op: Builder, node: ir.Node, known: Elements) -> None:
     found = dims(x) if x is not None else None
     axis = node.attributes.get_int("axis", 0)
     size = found[axis] if found is not None else None
-    given = constant(lengths)
+    given, listed = constant(lengths), dims(lengths) if lengths is not None else None
     if lengths is None and isinstance(size, int):
-        sizes = [1] * size
+        count, sizes = size, op.const([1] * size)
     elif given is not None and given.ndim:
-        sizes = [int(n) for n in given]
+        count, sizes = len(given), op.const(given)
     elif given is not None and isinstance(size, int):
         each = int(given)
-        sizes = [min(each, size - k) for k in range(0, size, each)]
+        found_sizes = [min(each, size - k) for k in range(0, size, each)]
+        count, sizes = len(found_sizes), op.const(found_sizes)
+    elif lengths is not None and listed and isinstance(listed[0], int):
+        count, sizes = listed[0], lengths  # parts of a batch: how many is known, and how large when a plan is made
     else:
         return
-    parts = list(op.emit("Split", [x, op.const(sizes)], {"axis": axis}, outputs=len(sizes))) if len(sizes) > 1 else [x]
+    parts = list(op.emit("Split", [x, sizes], {"axis": axis}, outputs=count)) if count > 1 else [x]
     if lengths is None and not node.attributes.get_int("keepdims", 1):
         parts = [op.Squeeze(part, [axis]) for part in parts]
     known[node.outputs[0]] = [part for part in parts if part is not None]

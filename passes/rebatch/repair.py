@@ -88,22 +88,31 @@ def _expand(change: Change, node: ir.Node) -> None:
 
 def _slice(change: Change, node: ir.Node) -> None:
     """Extend a Slice that took the whole old batch to the whole new one."""
-    x = node.inputs[0]
-    starts, ends = constant(node.inputs[1]), constant(node.inputs[2])
-    if x is None or not change.axes(x) or starts is None or ends is None:
+    ends = constant(node.inputs[2])
+    if ends is None or not (whole := [k for k, takes_all in _ranges(change, node) if takes_all]):
         return
+    new = ends.copy()
+    new[whole] = np.iinfo(ends.dtype).max
+    if not np.array_equal(new, ends):
+        node.replace_input_with(2, change.op.const(new))
+
+
+def _ranges(change: Change, node: ir.Node) -> list[tuple[int, bool]]:
+    """Of a Slice with constant operands: the place of each range in an axis with the batch, and whether it takes all of it."""
+    x, starts, ends = input_of(node), constant(node.inputs[1]), constant(node.inputs[2])
+    if starts is None or ends is None:
+        return []
     axes = constant(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else np.arange(len(starts))
     steps = constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else np.ones_like(starts)
     if axes is None or steps is None:
-        return
-    new = ends.copy()
+        return []
+    found = []
     for k, a in enumerate(axes):
         axis = int(a) % change.op.rank(x)
         size = change.old_size((dims(x) or ())[axis])
-        if axis in change.axes(x) and size is not None and starts[k] in (0, -size) and steps[k] == 1 and size <= ends[k]:
-            new[k] = np.iinfo(ends.dtype).max
-    if not np.array_equal(new, ends):
-        node.replace_input_with(2, change.op.const(new))
+        if axis in change.axes(x) and size is not None:
+            found.append((k, bool(starts[k] in (0, -size) and steps[k] == 1 and size <= ends[k])))
+    return found
 
 
 def _resize(change: Change, node: ir.Node) -> None:
@@ -261,6 +270,11 @@ def is_doubtful(change: Change, node: ir.Node) -> bool:
         data = input_of(node)
         axis = node.attributes.get_int("axis", 0) % change.op.rank(data)
         return axis in change.axes(data) or (node.op_type != "Gather" and axis in change.axes(node.inputs[1]))
+    if node.op_type == "Slice":
+        return not all(takes_all for _, takes_all in _ranges(change, node))
+    if node.op_type == "Split":
+        data = input_of(node)
+        return node.attributes.get_int("axis", 0) % change.op.rank(data) in change.axes(data)
     return (
         node.op_type == "Reshape" and change.declared == 1 and len(change.axes(input_of(node))) == 1 and _is_open(change, node)
     )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import counted
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.evaluate import NOT_DETERMINED
 from graphc.ir.facts import describe_value, dims, is_float
@@ -26,7 +27,8 @@ NOT_COMPARED = "not compared"
 
 
 def difference(old: ir.Model, new: ir.Model, batched: set[str], batch: int, symbol: str) -> str | None:
-    """Describe the output of ``new`` whose rows are not those of ``old``; None if all are, or :data:`NOT_COMPARED`.
+    """Describe the output of ``new`` whose rows are not those of ``old``, or that is a total of some samples; else None, or
+    :data:`NOT_COMPARED`.
 
     Args:
         batched: names of the inputs with the batch.
@@ -54,7 +56,19 @@ def difference(old: ir.Model, new: ir.Model, batched: set[str], batch: int, symb
             if not _close(have, np.concatenate(want)):
                 where = describe_value(value)
                 return f"the samples of {where} come out otherwise in a batch of {2 * batch} than in one of {batch}"
+    totals = [value for value in new.graph.outputs if value not in outputs and is_float(value)]
+    if totals and _ignores_later_samples(new, feeds, batched, batch, [value.name or "" for value in totals]):
+        return f"{describe_value(totals[0])} takes the first {counted(batch, 'sample')} of a batch of {2 * batch}, and no other"
     return None
+
+
+def _ignores_later_samples(
+    model: ir.Model, feeds: Mapping[str, np.ndarray], batched: set[str], batch: int, names: list[str]
+) -> bool:
+    """Whether these outputs stay when all samples after the first ``batch`` change, as where a loop was unrolled for them."""
+    other = {k: np.concatenate([v[:batch], v[:batch]]) if k in batched else v for k, v in feeds.items()}
+    have, changed = _run(model, feeds, names), _run(model, other, names)
+    return have is not None and changed is not None and all(map(np.array_equal, have, changed))
 
 
 def _feeds(graph: ir.Graph, batched: set[str], batch: int, low: int) -> dict[str, np.ndarray] | None:

@@ -48,6 +48,8 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "median of all": lambda x: x.median(),
     "searchsorted": lambda x: x * torch.searchsorted(ENDS, x),
     "searchsorted from the right": lambda x: x * torch.searchsorted(ENDS.expand(4, 5).contiguous(), x.round(), right=True),
+    "standard deviation of equal numbers": lambda x: torch.stack([x[:, 0]] * 4, 1).std(1) + x.std() + x.std(1, correction=0),
+    "standard deviation and mean": lambda x: torch.cat(torch.std_mean(torch.cat([x, x[:, :2] * 0], 1), 0, keepdim=True)),
     "hypot": lambda x: torch.hypot(x, x + 1),
     "copysign": lambda x: torch.copysign(x, torch.tensor([-0.0, 0.0, 1.0, -1.0, 2.0, -3.0])),
     "signbit": lambda x: x * torch.signbit(x),

@@ -1,0 +1,171 @@
+"""Captures modules that join and divide batches, as siamese networks do, for batches of any size.
+
+    u, v = torch.chunk(encoder(torch.cat([a, b])), 2)       # 2 · batch rows: each part has ``batch`` of them
+
+``torch.export`` has a symbol for each input's batch until it is done, and counts the parts of ``chunk`` and ``split`` with a
+division that rounds up; it can simplify neither, and takes the batch of the example for the only one. Here the batches are one
+from the start, and the number of equal parts needs no rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._dynamo.exc import UserError, UserErrorType
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    Parts = tuple[torch.Tensor, ...] | None
+
+
+def _equal_parts(x: torch.Tensor, count: int, dim: int) -> Parts:
+    """``count`` parts of one size along ``dim``; None where that size is known, or may not be whole."""
+    size: Any = x.shape[dim]
+    if isinstance(size, int) or not statically_known_true(size % count == 0):
+        return None
+    each = size // count
+    return tuple(x.narrow(dim, k * each, each) for k in range(count))
+
+
+def _chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Parts:
+    size: Any = input.shape[dim]
+    if chunks == 2 and not isinstance(size, int):
+        half = (size + 1) // 2  # of an odd number, the first part is longer
+        return input.narrow(dim, 0, half), input.narrow(dim, half, size - half)
+    return _equal_parts(input, chunks, dim)
+
+
+def _split(tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Parts:
+    each = split_size if split_size_or_sections is None else split_size_or_sections
+    if not isinstance(each, torch.SymInt):
+        return None
+    count: Any = tensor.shape[dim] // each
+    known = count if isinstance(count, int) else count.node.maybe_as_int()
+    if known is None or not statically_known_true(known * each == tensor.shape[dim]):
+        return None
+    return _equal_parts(tensor, known, dim)
+
+
+def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None) -> torch.Tensor:
+    """Asks not whether there are more than 25 rows, from where on PyTorch computes the same with a product of matrices."""
+    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
+
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    torch.cdist: _cdist,
+    torch.chunk: _chunk,
+    torch.Tensor.chunk: _chunk,
+    torch.split: _split,
+    torch.Tensor.split: _split,
+}
+
+
+class _FreeSizes(TorchFunctionMode):
+    """Mode in which ``chunk`` and ``split`` into equal parts, and ``cdist``, ask nothing of a size that is a symbol."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        form = _FORMS.get(func)
+        result = form(*args, **(kwargs or {})) if form is not None else None
+        return func(*args, **(kwargs or {})) if result is None else result
+
+
+class FixedBatchError(Exception):
+    """The code of a module takes the size of the batch for a number: what was captured is right for that size only."""
+
+
+_MULTIPLES = range(1, 9)
+"""Of the example's batch: what is so for all of them is said of a batch in general, such as that it is even."""
+
+
+def enlarged(tensors: Sequence[torch.Tensor], batched: Sequence[int]) -> list[torch.Tensor]:
+    """``tensors`` with batches of eight times their size, whose halves and quarters have more than one sample."""
+    return [t.repeat(8, *[1] * (t.dim() - 1)) if k in batched else t for k, t in enumerate(tensors)]
+
+
+def capture(
+    module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], *, strict: bool
+) -> tuple[ExportedProgram, str]:
+    """What ``torch.export`` captures of ``module`` called with ``tensors``, and what is assumed of the batch's size ("" if
+    nothing is that other batches may not have).
+
+    Args:
+        batched: the places of the inputs whose first dimension is a batch of any size.
+        strict: follow the module's bytecode, which is slow, and knows what ``len(x)`` is.
+
+    Raises:
+        FixedBatchError: it can be captured for batches of the size of ``tensors`` only.
+    """
+
+    def share_their_batch(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        for k in batched[1:]:
+            torch._check(inputs[k].shape[0] == inputs[batched[0]].shape[0])  # type: ignore[no-untyped-call]
+
+    def captured(tensors: Sequence[torch.Tensor], size: Any) -> ExportedProgram:
+        shapes = shapes_of(module, len(tensors), batched, size)
+        return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=strict)
+
+    handle = module.register_forward_pre_hook(share_their_batch)
+    try:
+        with _FreeSizes():
+            try:
+                return captured(tensors, Dim("batch")), ""
+            except UserError as error:
+                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                    raise
+                reason = error
+            for example in (tensors, enlarged(tensors, batched)):  # half of two samples is one, which is a constant
+                with contextlib.suppress(Exception):
+                    program = captured(example, Dim.AUTO)
+                    assumed = _assumed(program, example[batched[0]].shape[0])
+                    if assumed is not None:
+                        return program, assumed
+            raise FixedBatchError(_guard_of(reason)) from None
+    finally:
+        handle.remove()
+
+
+def shapes_of(module: torch.nn.Module, count: int, batched: Sequence[int], size: Any) -> Any:
+    """The ``dynamic_shapes`` of a call with ``count`` tensors, by the parameters of ``forward``: ``size`` for each batch."""
+    if not batched:
+        return None
+    shapes: tuple[Any, ...] = tuple({0: size} if k in batched else None for k in range(count))
+    kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+        shapes = (*shapes[:first], shapes[first:])
+    return shapes
+
+
+def _assumed(program: ExportedProgram, size: int) -> str | None:
+    """The comparisons by which a program chose its way, and whose outcome batches of other sizes do not share.
+
+    None where the batch has become a number: no input has one of any size, or it equals what does not grow with it.
+    """
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    firsts: list[Any] = [v.shape[0] for v in values if isinstance(v, torch.Tensor) and v.dim()]
+    batches = [size for size in firsts if isinstance(size, torch.SymInt)]
+    if not batches:
+        return None
+    assumed = []
+    for guard in batches[0].node.shape_env.guards:
+        outcomes = [guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, k * size)) for k in _MULTIPLES]
+        if all(outcome == sympy.true for outcome in outcomes):
+            continue
+        if isinstance(guard.expr, sympy.Eq):
+            return None
+        assumed.append(str(guard.expr.subs(dict.fromkeys(guard.expr.free_symbols, sympy.Symbol("batch")))))
+    return " and ".join(assumed)
+
+
+def _guard_of(error: UserError) -> str:
+    """The condition that a message of ``torch.export`` tells, in brackets; "" where it tells none."""
+    found = re.search(r"generated guard (.*)\.", str(error))
+    return "" if found is None else " (" + re.sub(r"L\['(\w+)'\]\.size\(\)\[0\]", r"\1.shape[0]", found[1]) + ")"

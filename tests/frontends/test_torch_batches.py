@@ -1,0 +1,146 @@
+"""Modules that join, divide and count the samples of a batch, trained with batches of other sizes than their example."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxscript")
+
+import graphc  # noqa: E402
+from graphc.errors import FeedError, ModelError  # noqa: E402
+
+F = torch.nn.functional
+
+
+class Pairs(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A loss of the encodings of two inputs."""
+
+    def __init__(self, loss: Callable[[Any, Any, Any], Any]) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Linear(8, 6)
+        self.loss = loss
+
+    def forward(self, a: Any, b: Any) -> Any:
+        return self.loss(self.encoder, a, b)
+
+
+def difference(u: Any, v: Any) -> Any:
+    return (u * v.flip(1)).pow(2).mean()
+
+
+def contrastive(encoder: Any, a: Any, b: Any) -> Any:
+    """NT-Xent, as in SimCLR."""
+    z = F.normalize(encoder(torch.cat([a, b])), dim=1)
+    size = z.shape[0]
+    alike = (z @ z.t() / 0.5).masked_fill(torch.eye(size, dtype=torch.bool), -1e9)
+    return F.cross_entropy(alike, (torch.arange(size) + size // 2) % size)
+
+
+def hardest(encoder: Any, a: Any, b: Any) -> Any:
+    """The mean of the larger half of the losses, as in online hard example mining."""
+    each = (encoder(a) - b[:, :6]).pow(2).mean(1)
+    return each.topk(max(1, int(0.5 * a.shape[0])))[0].mean()
+
+
+def masked(encoder: Any, a: Any, b: Any) -> Any:
+    mask = torch.zeros(a.shape[0], 6, dtype=torch.bool)
+    mask[:, -1] = True
+    return (encoder(a) * mask + encoder(b) * ~mask).pow(2).mean()
+
+
+ANY_SIZE: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "chunk": lambda encoder, a, b: difference(*torch.chunk(encoder(torch.cat([a, b])), 2)),
+    "chunk of one batch": lambda encoder, a, b: difference(*(part.mean(0, keepdim=True) for part in encoder(a + b).chunk(2))),
+    "split": lambda encoder, a, b: difference(*encoder(torch.cat([a, b])).split(a.shape[0])),
+    "split by length": lambda encoder, a, b: difference(*torch.split(encoder(torch.cat([a, b])), len(a))),
+    "split into sizes": lambda encoder, a, b: difference(*encoder(torch.cat([a, b])).split([a.shape[0], b.shape[0]])),
+    "split into three": lambda encoder, a, b: difference(*encoder(torch.cat([a, b, a])).split(split_size=b.shape[0])[1:]),
+    "length": lambda encoder, a, b: (encoder(a) + encoder(b)).sum() / (len(a) - 0.5),
+    "contrastive": contrastive,
+    "hardest": hardest,
+    "masked": masked,
+    "cdist": lambda encoder, a, b: torch.cdist(encoder(a), encoder(b)).mean(),
+}
+
+
+def trained(module: Any, example: int, size: int, **options: Any) -> tuple[list[float], list[float]]:
+    """The losses of two steps with ``size`` samples, and PyTorch's; compiled with an example of ``example`` samples."""
+    program = graphc.compile(
+        module,
+        example_inputs=(torch.randn(example, 8), torch.randn(example, 8)),
+        loss=graphc.losses.Output(),
+        optimizer=graphc.optim.SGD(lr=0.1),
+        **options,
+    )
+    a, b = torch.randn(size, 8), torch.randn(size, 8)
+    other = copy.deepcopy(module)
+    update = torch.optim.SGD(other.parameters(), lr=0.1)
+    wanted = []
+    for _ in range(2):
+        update.zero_grad()
+        loss = other(a, b)
+        loss.backward()
+        update.step()
+        wanted.append(loss.item())
+    with graphc.Trainer(program) as trainer:
+        return [float(trainer.step({"a": a.numpy(), "b": b.numpy()})["loss"]) for _ in range(2)], wanted
+
+
+@pytest.mark.parametrize("example", [1, 4])
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_batches_of_any_size(name: str, example: int) -> None:
+    torch.manual_seed(0)
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        have, wanted = trained(Pairs(ANY_SIZE[name]), example, 7)
+    np.testing.assert_allclose(have, wanted, rtol=1e-5)
+
+
+def sample_by_sample(encoder: Any, a: Any, b: Any) -> Any:
+    return torch.stack([encoder(a[k]) * b[k, :6] for k in range(a.shape[0])]).pow(2).mean()
+
+
+def test_a_batch_that_is_a_number_stays_one() -> None:
+    """The loop over the samples is unrolled: with another number of samples, it would leave some out."""
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="Pairs trains with batches of 4 only, as in its example"):
+        have, wanted = trained(Pairs(sample_by_sample), 4, 4)
+    np.testing.assert_allclose(have, wanted, rtol=1e-5)
+    with pytest.warns(UserWarning, match="batches of 4 only"), pytest.raises(FeedError, match="fixed at batches of 4"):
+        trained(Pairs(sample_by_sample), 4, 6)
+    with (
+        pytest.warns(UserWarning, match="batches of 4 only"),
+        pytest.raises(ModelError, match="takes the first 4 samples of a batch of 8, and no other"),
+    ):
+        trained(Pairs(sample_by_sample), 4, 6, batch="N")
+
+
+def test_a_decision_by_the_size_is_told() -> None:
+    def warm(encoder: Any, a: Any, b: Any) -> Any:
+        return encoder(a).mean() * (2 if a.shape[0] < 20 else 1) + b.mean()
+
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="the batch's size decides what Pairs computes; here batch < 20 always"):
+        have, wanted = trained(Pairs(warm), 4, 7)
+    np.testing.assert_allclose(have, wanted, rtol=1e-5)
+
+
+def test_the_exporters_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Where they fail, they write a whole graph to the descriptor of standard output, and log what they raise."""
+
+    class PerSample(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            kernels = x.mean(2).reshape(x.shape[0] * x.shape[1], 1, 1).expand(-1, x.shape[1], 3)
+            return F.conv1d(x.reshape(1, -1, x.shape[2]), kernels, groups=x.shape[0])
+
+    with pytest.raises(ModelError, match="cannot be exported"):
+        graphc.frontends.export(PerSample(), torch.ones(3, 2, 8))
+    with pytest.warns(UserWarning, match="batches of 3 only"):
+        graphc.frontends.export(Pairs(sample_by_sample), (torch.ones(3, 8), torch.ones(3, 8)))
+    assert capfd.readouterr() == ("", "")
