@@ -22,7 +22,7 @@ from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import FusedKernel
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.op_kernels import ARITHMETIC, is_expression, op_kernel
-from graphc.backends.fusion.rules import normalisation, signals
+from graphc.backends.fusion.rules import losses, normalisation, signals
 from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.backends.host.compiler import HostKernel, compiler
 from graphc.backends.host.generator import HostGenerator
@@ -262,7 +262,9 @@ def _is_composite(node: ir.Node) -> bool:
     rule = op_kernel(node).decomposition
     if rule is None:
         return False
-    return rule.__module__ == normalisation.__name__ or (rule.__module__ == signals.__name__ and _is_short_transform(node))
+    return rule.__module__ in (losses.__name__, normalisation.__name__) or (
+        rule.__module__ == signals.__name__ and _is_short_transform(node)
+    )
 
 
 def _is_short_transform(node: ir.Node) -> bool:

@@ -24,7 +24,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
-from graphc.frontends import torch_complex, torch_experts, torch_linalg, torch_operators, torch_rnn
+from graphc.frontends import torch_complex, torch_experts, torch_linalg, torch_losses, torch_operators, torch_rnn
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
 from graphc.ir.builder import Builder
@@ -299,7 +299,7 @@ def _with_dynamo(
         "opset_version": _OPSET,
         "custom_translation_table": {
             operator: form
-            for forms in (torch_operators, torch_linalg, torch_rnn, torch_experts)
+            for forms in (torch_operators, torch_losses, torch_linalg, torch_rnn, torch_experts)
             for operator, form in forms.translations().items()
         },
         "verbose": False,

@@ -59,7 +59,22 @@ def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str
     return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
+def _loss_of_each_sample(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor | None]:
+    """``cross_entropy`` or ``nll_loss`` without a reduction, whose result the exporter takes for a scalar in 2.13, so that it
+    drops the sum that follows; it knows the shape of losses of positions.
+    """
+
+    def form(input: torch.Tensor, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor | None:
+        if input.dim() != 2 or "none" not in (options.get("reduction"), *args[4:5]):
+            return None
+        return function(input.unsqueeze(2), target.unsqueeze(target.dim()), *args, **options).squeeze(-1)
+
+    return form
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
+    torch.nn.functional.nll_loss: _loss_of_each_sample(torch.nn.functional.nll_loss),
     torch.cdist: _cdist,
     torch.chunk: _chunk,
     torch.Tensor.chunk: _chunk,
@@ -69,7 +84,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
 
 
 class _FreeSizes(TorchFunctionMode):
-    """Mode in which ``chunk`` and ``split`` into equal parts, and ``cdist``, ask nothing of a size that is a symbol."""
+    """Mode in which functions of ``_FORMS`` ask nothing of a size that is a symbol, and keep it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         form = _FORMS.get(func)

@@ -1,8 +1,8 @@
 """ONNX forms of PyTorch's operators that its exporter lacks, or writes down with another meaning (seen in 2.13).
 
 Wrong there: ``squeeze`` of an axis that is longer than one, which PyTorch leaves alone; the mean of ``scatter_reduce``; the
-``divisor_override`` of average pools; indices of 32 bits; ``multilabel_margin_loss``. Without a form there: running products,
-running extrema, order statistics, distances, special functions and others of :func:`translations`.
+``divisor_override`` of average pools; indices of 32 bits. Without a form there: running products, running extrema,
+order statistics, distances, special functions and others of :func:`translations`.
 
 Gradients follow from the forms. They are those of PyTorch, except that places where a function has a kink may count otherwise.
 """
@@ -78,7 +78,6 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.erfinv.default, _erfinv, {"x": X}),
         (aten.lgamma.default, _lgamma, {"x": X}),
         (aten.digamma.default, _digamma, {"x": X}),
-        (aten.multilabel_margin_loss_forward.default, _multilabel_margin, {"x": X, "target": I, "reduction": int}),
         (aten._pdist_forward.default, _pdist, {"x": X, "p": float}),
         (aten._cdist_forward.default, _cdist, {"x": X, "y": X, "p": float, "compute_mode": maybe}),
     ]
@@ -289,24 +288,6 @@ def _search_sorted(
     rows = ends if len(ends.shape) == 1 else op.Unsqueeze(ends, [-2])
     before = (op.LessOrEqual if after else op.Less)(rows, op.Unsqueeze(x, [-1]))
     return op.ReduceSum(op.Cast(before, to=6 if out_int32 else INT64), [-1], keepdims=0)
-
-
-def _multilabel_margin(x: Any, target: Any, reduction: int) -> Any:
-    """Each label before the first negative one against each class that is none of them."""
-    op = _op()
-    classes, zero = fixed_length(x, -1, "multilabel_margin_loss"), like(0.0, x)
-    ended = op.CumSum(op.Cast(op.Less(target, op.Constant(value_int=0)), to=INT64), op.Constant(value_int=-1))
-    counts = op.Equal(ended, op.Constant(value_int=0))
-    labels = op.Where(counts, target, op.Constant(value_int=-1))
-    hits = op.Equal(op.Unsqueeze(labels, [-1]), op.Constant(value_ints=list(range(classes))))
-    mine = op.CastLike(op.ReduceMax(op.Cast(hits, to=INT64), [-2], keepdims=0), x)
-    wanted = op.GatherElements(x, op.Where(counts, target, op.Constant(value_int=0)), axis=-1)
-    margins = op.Sub(like(1.0, x), op.Sub(op.Unsqueeze(wanted, [-1]), op.Unsqueeze(x, [-2])))
-    others = op.And(op.Unsqueeze(counts, [-1]), op.Equal(op.Unsqueeze(mine, [-2]), zero))
-    losses = op.ReduceSum(op.Where(others, op.Max(margins, zero), zero), [-2, -1], keepdims=0)
-    losses = op.Div(losses, like(float(classes), x))
-    whole = {0: op.Identity, 1: lambda v: op.ReduceMean(v, keepdims=0), 2: lambda v: op.ReduceSum(v, keepdims=0)}
-    return whole[reduction](losses), mine
 
 
 # Element by element ------------------------------------------------------------------------------------------------------

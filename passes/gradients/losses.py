@@ -10,8 +10,8 @@ from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
 from graphc.ir.declare import required_declaration
-from graphc.ir.facts import describe, input_of
-from graphc.ir.ops.losses import picks
+from graphc.ir.facts import describe
+from graphc.ir.ops.losses import onnx_class_loss, picks
 from graphc.passes.gradients.reverse_mode import through
 
 
@@ -72,7 +72,7 @@ def negative_log_likelihood(op: Builder, node: ir.Node, dtotal: ir.Value | None,
         axis, ignore_index = _attributes(node)["axis"], _attributes(node)["ignore_index"]
         at, counts, _ = picks(op, log_prob, label, _optional(node, 2), axis, ignore_index)
         updates = op.Neg(op.Mul(counts, dtotal))
-        return op.ScatterElements(op.zeros_like(log_prob), at, updates, axis=axis)  # type: ignore[no-any-return]
+        return op.graphc.GatherElementsGrad(updates, at, op.shape(log_prob), axis=axis)  # type: ignore[no-any-return]
 
     return dlog_prob, None, None
 
@@ -96,21 +96,4 @@ def binary_cross_entropy_with_logits(op: Builder, node: ir.Node, dy: ir.Value) -
 @gradient("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss", selective=True)
 def onnx_loss(op: Builder, node: ir.Node, *dys: ir.Value | None, needs: set[ir.Value]) -> Any:
     """ONNX's losses: ∂log_prob = −d·weight_label at each label, 0 elsewhere, d = dloss a position"""
-    return tuple(through(op, node, dys, needs, lambda: _onnx_loss(op, node)))
-
-
-def _onnx_loss(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.Value]:
-    """The loss, and the log-probabilities."""
-    log_prob, label = input_of(node, 0), input_of(node, 1)
-    if node.op_type == "SoftmaxCrossEntropyLoss":
-        log_prob = op.LogSoftmax(log_prob, axis=1)
-    ignore = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
-    at, counts, ignored = picks(op, log_prob, label, _optional(node, 2), 1, ignore)
-    loss = op.Neg(op.Mul(op.GatherElements(log_prob, at, axis=1), counts))
-    if ignored is not None:
-        loss = op.Where(ignored, op.scalar(0, loss), loss)
-    reduction = node.attributes.get_string("reduction", "mean")
-    if reduction == "none":
-        return op.Squeeze(loss, [1]), log_prob
-    total = op.ReduceSum(loss, keepdims=0)
-    return op.Div(total, op.ReduceSum(counts, keepdims=0)) if reduction == "mean" else total, log_prob
+    return tuple(through(op, node, dys, needs, lambda: onnx_class_loss(op, node)))

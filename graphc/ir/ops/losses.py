@@ -221,6 +221,25 @@ def picks(
     return at, op.Where(ignored, op.scalar(0.0, scores), counts), ignored
 
 
+def onnx_class_loss(op: Builder, node: ir.Node) -> tuple[ir.Value, ir.Value]:
+    """ONNX's SoftmaxCrossEntropyLoss or NegativeLogLikelihoodLoss in other ops: the loss, and the log-probabilities."""
+    log_prob, label, class_weight = (*node.inputs, None)[:3]
+    assert log_prob is not None
+    assert label is not None
+    if node.op_type == "SoftmaxCrossEntropyLoss":
+        log_prob = op.LogSoftmax(log_prob, axis=1)
+    ignore = node.attributes["ignore_index"].as_int() if "ignore_index" in node.attributes else None
+    at, counts, ignored = picks(op, log_prob, label, class_weight, 1, ignore)
+    loss = op.Neg(op.Mul(op.GatherElements(log_prob, at, axis=1), counts))
+    if ignored is not None:
+        loss = op.Where(ignored, op.scalar(0, loss), loss)
+    reduction = node.attributes.get_string("reduction", "mean")
+    if reduction == "none":
+        return op.Squeeze(loss, [1]), log_prob
+    total = op.ReduceSum(loss, keepdims=0)
+    return op.Div(total, op.ReduceSum(counts, keepdims=0)) if reduction == "mean" else total, log_prob
+
+
 def class_count(op: Builder, scores: ir.Value, axis: int) -> ir.Value:
     """The number of classes as a rank-0 value of the type of ``scores``; a constant when that dimension is static."""
     axis += op.rank(scores) if axis < 0 else 0

@@ -55,7 +55,18 @@ def gather_grad(op: Builder, dy: ir.Value, indices: ir.Value, shape: ir.Value) -
 
 @declare("GatherElementsGrad", inputs="dy indices shape", outputs="dx", attributes={"axis": REQUIRED}, infer=_of_shape)
 def gather_elements_grad(op: Builder, dy: ir.Value, indices: ir.Value, shape: ir.Value, *, axis: int) -> ir.Value:
-    """dx of y = GatherElements(x, indices; axis) for x of ``shape``: elements of dy added at their indices, zeros elsewhere."""
+    """dx of y = GatherElements(x, indices; axis) for x of ``shape``: elements of dy added at their indices, zeros elsewhere.
+
+    Of one index a line it is a choice, which kernels fuse with what comes before and after.
+    """
+    sizes, one = constant(shape), static_dims(indices)
+    if sizes is not None and one == tuple(1 if k == axis % len(sizes) else int(n) for k, n in enumerate(sizes)):
+        places = np.arange(sizes[axis], dtype=np.int64).reshape(
+            [-1 if k == axis % len(sizes) else 1 for k in range(len(sizes))]
+        )
+        index = op.Cast(indices, to=int(ir.DataType.INT64))
+        index = op.Where(op.Less(index, 0), op.Add(index, int(sizes[axis])), index)
+        return op.Where(op.Equal(op.const(places), index), dy, op.scalar(0, dy))  # type: ignore[no-any-return]
     zeros = op.Expand(op.scalar(0, dy), shape)
     return op.ScatterElements(zeros, indices, dy, axis=axis, reduction="add")  # type: ignore[no-any-return]
 
