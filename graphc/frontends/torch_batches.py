@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._dynamo.exc import UserError, UserErrorType
+from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
@@ -72,10 +73,48 @@ def _loss_of_each_sample(function: Callable[..., torch.Tensor]) -> Callable[...,
     return form
 
 
+def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
+    if not isinstance(steps, torch.SymInt) or not all(isinstance(v, (int, float)) for v in (start, end)) or options:
+        return None
+    count: Any = steps
+    places: torch.Tensor = torch.arange(count, dtype=dtype or torch.get_default_dtype())
+    return places.mul((end - start) / places[-1:].clamp(min=1)).add(start)
+
+
+def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor | None:
+    if dim is None or input.dim() != indices.dim():
+        return None
+    others = [k for k in range(input.dim()) if k != dim % input.dim()]
+    alike = all(statically_known_true(input.shape[k] == indices.shape[k]) for k in others)
+    return input.gather(dim, indices) if alike else None
+
+
+def _cov(input: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> torch.Tensor | None:
+    if input.dim() != 2 or fweights is not None or aweights is not None:
+        return None
+    centred = input - input.mean(1, keepdim=True)
+    return centred @ centred.T / (input.shape[1] - correction)
+
+
+def _corrcoef(input: torch.Tensor) -> torch.Tensor | None:
+    found = _cov(input)
+    if found is None:
+        return None
+    spread = found.diagonal().sqrt()
+    return (found / spread[:, None] / spread[None]).clamp(-1, 1)
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
     torch.nn.functional.nll_loss: _loss_of_each_sample(torch.nn.functional.nll_loss),
     torch.cdist: _cdist,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.linspace: _linspace,
+    torch.take_along_dim: _take_along_dim,
+    torch.Tensor.take_along_dim: _take_along_dim,
     torch.chunk: _chunk,
     torch.Tensor.chunk: _chunk,
     torch.split: _split,
@@ -128,6 +167,8 @@ def capture(
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=strict)
 
     handle = module.register_forward_pre_hook(share_their_batch)
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)  # they read values, and a capture has none
     try:
         with _FreeSizes():
             try:
@@ -144,6 +185,7 @@ def capture(
                         return program, assumed
             raise FixedBatchError(_guard_of(reason)) from None
     finally:
+        Distribution.set_default_validate_args(checks)
         handle.remove()
 
 

@@ -47,6 +47,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     put = {"x": TReal, "indices": indices, "values": TReal, "accumulate": bool}
     pool: dict[str, Any] = {"x": X, "kernel_size": lists, "stride": lists, "padding": lists}
     pool |= {"ceil_mode": bool, "count_include_pad": bool, "divisor_override": maybe}
+    placed = {"layout": str, "device": str, "pin_memory": bool}
     spread: dict[str, Any] = {"x": X, "dim": Sequence[int] | None, "correction": float | None, "keepdim": bool}
     table: list[tuple[Any, Callable[..., Any], dict[str, Any]]] = [
         (aten.squeeze.dim, _squeeze, {"x": TTensor, "dims": int, "return": TTensor}),
@@ -70,6 +71,12 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.searchsorted.Tensor, _search_sorted, {"ends": X, "x": X, "out_int32": bool, "right": bool, "side": str | None}),
         (aten.std.correction, _standard_deviation, spread),
         (aten.std_mean.correction, _standard_deviation_and_mean, spread),
+        (aten.randperm.default, _permutation, {"n": I, "dtype": int, **placed, "return": I}),
+        (
+            torch.ops.prims.uniform.default,
+            _uniform,
+            {"shape": I, "low": float, "high": float, "dtype": int, "device": str, "stride": lists},
+        ),
         (aten.hypot.default, _hypot, {"x": X, "y": X}),
         (aten.copysign.Tensor, _copysign, {"x": X, "y": X}),
         (aten.signbit.default, _signbit, {"x": X, "return": LOGICAL}),
@@ -391,6 +398,23 @@ def _standard_deviation_and_mean(
     count = op.CastLike(op.Div(op.Size(x), op.Size(norm)), x)
     spread = op.Div(norm, op.Sqrt(op.Sub(count, like(1.0 if correction is None else correction, x))))
     return spread, mean if keepdim else op.Squeeze(mean, axes)
+
+
+# Random numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _uniform(shape: Any, low: float, high: float, dtype: int = 1, device: str = "", stride: Sequence[int] = ()) -> Any:
+    del device, stride
+    op = _op()
+    return op.RandomUniformLike(op.Expand(op.Constant(value_float=0.0), shape), low=low, high=high, dtype=dtype)
+
+
+def _permutation(n: Any, dtype: int = INT64, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
+    """The order of as many random numbers."""
+    del layout, device, pin_memory
+    op = _op()
+    count = op.Reshape(n, op.Constant(value_ints=[-1]))
+    return op.Cast(op.TopK(op.RandomUniformLike(op.Expand(op.Constant(value_float=0.0), count)), count, axis=0)[1], to=dtype)
 
 
 # Distances ---------------------------------------------------------------------------------------------------------------

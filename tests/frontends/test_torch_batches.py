@@ -66,6 +66,11 @@ ANY_SIZE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "contrastive": contrastive,
     "hardest": hardest,
     "masked": masked,
+    "linspace": lambda encoder, a, b: (encoder(a) * torch.linspace(1, 3, a.shape[0])[:, None] + encoder(b)).pow(2).mean(),
+    "take_along_dim": lambda encoder, a, b: torch.take_along_dim(encoder(a), b[:, :3].argsort(1), 1).pow(2).mean(),
+    "covariance": lambda encoder, a, b: (torch.cov(encoder(a).T) * encoder(b).T.corrcoef()).pow(2).mean(),
+    "losses of samples": lambda encoder, a, b: F.cross_entropy(encoder(a), b.argmax(1) % 6, reduction="none").sum() / len(b),
+    "distribution": lambda encoder, a, b: -torch.distributions.StudentT(3.0, encoder(a)).log_prob(b[:, :6]).mean(),
     "cdist": lambda encoder, a, b: torch.cdist(encoder(a), encoder(b)).mean(),
 }
 
@@ -100,6 +105,36 @@ def test_batches_of_any_size(name: str, example: int) -> None:
     with warnings.catch_warnings(action="error", category=UserWarning):
         have, wanted = trained(Pairs(ANY_SIZE[name]), example, 7)
     np.testing.assert_allclose(have, wanted, rtol=1e-5)
+
+
+class Shuffled(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """The samples in another order, weighted by their places and by a number between 2 and 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Any) -> Any:
+        turned = x[torch.randperm(x.shape[0])] * self.weight
+        scale = torch.empty(x.shape[0], 1).uniform_(2, 3)
+        return turned.sum() + 0 * scale.mean(), (turned * torch.arange(x.shape[0])[:, None]).sum(), scale
+
+
+def test_permutations_and_uniform_numbers() -> None:
+    program = graphc.compile(
+        Shuffled(),
+        example_inputs=torch.ones(4, 1),
+        loss=graphc.losses.Output("output_0", keep_outputs=True),
+        optimizer=graphc.optim.SGD(lr=0.0),
+    )
+    x = np.arange(100, dtype=np.float32)[:, None]
+    with graphc.Trainer(program) as trainer:
+        first, second = trainer.step({"x": x}), trainer.step({"x": x})
+    assert float(first["loss"]) == float(second["loss"]) == x.sum()
+    assert float(first["output_1"]) != float(second["output_1"])
+    scales = np.concatenate([first["output_2"], second["output_2"]])
+    assert 2 <= scales.min() < 2.1
+    assert 2.9 < scales.max() < 3
 
 
 def sample_by_sample(encoder: Any, a: Any, b: Any) -> Any:

@@ -147,6 +147,44 @@ def test_they_take_batches_of_any_size() -> None:
         np.testing.assert_allclose(0.95 - trainer.trained_values()["weight"], module.weight.grad.numpy(), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "kind", ["labels", "labels with weights", "labels of positions", "probabilities", "probabilities with weights"]
+)
+def test_cross_entropy_is_that_of_pytorch(kind: str, reduction: str, smoothing: float) -> None:
+    weights = torch.arange(1.0, 7.0) if "weights" in kind else None
+    labels = torch.tensor([0, 2, 5, -100, 1])
+    of_positions = "positions" in kind
+
+    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 6)
+
+        def forward(self, x: Any, target: Any) -> Any:
+            scores = self.linear(x)
+            scores = scores.transpose(1, 2) if of_positions else scores
+            return F.cross_entropy(scores, target, weights, reduction=reduction, label_smoothing=smoothing).sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 8) if of_positions else torch.randn(5, 8)
+    target = (
+        torch.randn(5, 6).softmax(1) if "probabilities" in kind else labels[:, None].repeat(1, 4) if of_positions else labels
+    )
+    model = Model()
+    wanted = model(x, target)
+    wanted.backward()
+    program = graphc.compile(
+        model, example_inputs=(x[:3], target[:3]), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=1.0)
+    )
+    with graphc.Trainer(program) as trainer:
+        loss = trainer.step({"x": x.numpy(), "target": target.numpy()})["loss"]
+        have = model.linear.weight.detach().numpy() - trainer.trained_values()["linear.weight"]
+    np.testing.assert_allclose(loss, wanted.item(), rtol=1e-5)
+    np.testing.assert_allclose(have, model.linear.weight.grad.numpy(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
