@@ -1,13 +1,16 @@
-"""boxes: write a ScatterND over a box of elements as a choice between two tensors.
+"""boxes: write a scatter over a box of elements as a choice between two tensors.
 
     before   y = ScatterND(x, Concat(Expand(samples), Expand([[1], [2], [3]]), Expand([[4, 5]]), axis=-1), u)
     after    y = Where(inside, Pad(u), x)                                       # y[:, 1:4, 4:6] = u
 
+    before   y = ScatterElements(x, Expand(-1, [batch, 1]), u, axis=1)          # y[:, -1] = u
+    after    y = Where(inside, Pad(u), x)
+
 Exporters write an assignment to slices like this, with an index of every axis for each element: eight bytes an axis for the
 four of a number, read one by one, and a gradient that gathers by them. Pad and Where cost no pass over memory inside a
-generated kernel, and their gradients are slices and choices. A ScatterND stays as it is if its indices hold anything but
-neighbours, as many axes of them as there are indices of an element, if it reduces, or if it writes beyond the ends: what runs
-it says so then.
+generated kernel, and their gradients are slices and choices. A scatter stays as it is if its indices hold anything but
+neighbours, a ScatterND with as many axes of them as there are indices of an element, if it reduces, or if it writes beyond the
+ends: what runs it says so then.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ MOVES = RESHAPES | {"Transpose", "Cast", "Identity"}
 
 @graph_pass("boxes", requires=("legalize",), changes="form")
 def boxes(model: ir.Model, ctx: Context) -> bool:
-    """Replace every ScatterND that writes a box of its operand."""
-    count = replace_each(model.graph, ("ScatterND",), _chosen)
+    """Replace every scatter that writes a box of its operand."""
+    count = replace_each(model.graph, ("ScatterElements", "ScatterND"), _chosen)
     if count:
         ctx.note(f"boxes: {counted(count, 'box', 'boxes')} written by a choice")
     return count > 0
@@ -42,7 +45,7 @@ def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
     sizes, own = dims(x), dims(updates)
     if sizes is None or own is None or len(own) != len(sizes) or x.dtype == ir.DataType.STRING:
         return None
-    starts = _starts(indices, own)
+    starts = _starts(indices, own) if node.op_type == "ScatterND" else _starts_along(node, indices, own)
     before = _from_the_front(starts, sizes, own) if starts is not None else None
     if starts is None or before is None or node.attributes.get_string("reduction", "none") != "none":
         return None
@@ -107,6 +110,20 @@ def _starts(indices: ir.Value, box: Sequence[Dim]) -> list[int] | None:
         return None
     found = [_start(part, axis, box[axis], count) for axis, part in enumerate(parts)]
     return None if any(start is None for start in found) else [start for start in found if start is not None]
+
+
+def _starts_along(node: ir.Node, indices: ir.Value, box: Sequence[Dim]) -> list[int] | None:
+    """The first index along the axis of a ScatterElements, 0 along the others; None unless neighbours follow it everywhere."""
+    axis = node.attributes.get_int("axis", 0) % len(box)
+    known, source = constant(indices), indices.producer()
+    if known is None and source is not None and source.op_type == "Expand" and not source.domain:
+        known = constant(source.inputs[0])
+        if known is not None and known.size != 1:
+            return None
+    if known is None or not isinstance(box[axis], int):
+        return None
+    start = _start(known if known.size > 1 else known.reshape((1,) * len(box)), axis, box[axis], len(box))
+    return None if start is None else [start if k == axis else 0 for k in range(len(box))]
 
 
 def _before_expand(value: ir.Value, rank: int) -> ir.Value | None:

@@ -21,18 +21,24 @@ from graphc.device import Array, Run
 from graphc.ir.facts import required, static_dims
 
 LEAST = 16
-"""Elements of a line for which counting pays."""
+"""Elements of a line that is taken always. With shorter ones there are :data:`MANY` elements: onnxruntime works on them one by
+one, and takes five times as long along an axis that is not the last."""
 
+MANY = 2048
 
 FEW = 64
-"""Elements of a result up to which they are inserted one by one."""
+"""Elements of a result up to which they are inserted one by one, among those of a longer line."""
+
+SHORT = 40
+"""Elements of a line that is sorted as a whole up to which that is faster than counting, whose tables have 1,024 entries."""
 
 
 def _takes(node: ir.Node) -> bool:
     x, values = (static_dims(required(v)) for v in (node.inputs[0], node.outputs[0]))
     if x is None or values is None or not x or 0 in x or 0 in values:
         return False
-    return LEAST <= x[node.attributes.get_int("axis", -1) % len(x)] < 2**31
+    size = x[node.attributes.get_int("axis", -1) % len(x)]
+    return (size >= LEAST or (size > 1 and math.prod(x) >= MANY)) and size < 2**31
 
 
 @kernel("onnxruntime", "TopK", when=_takes)
@@ -46,7 +52,7 @@ def top(k: Binding) -> Run:
     numbers = np.array([lines, size, inner, int(k.attributes.get("largest", 1)), count], dtype=np.int64)
     line = x.reshape(-1)
     source, target, found = line.view(np.uint32), values.reshape(-1).view(np.uint32), places.reshape(-1)
-    if count <= FEW and count < size:
+    if size <= SHORT or (count <= FEW and count < size):
         best: Array = np.zeros((parts, 2, count), dtype=np.uint32)
         return k.pool.bind(_select, (line, source, numbers, target, found, best), parts)
     room: Array = np.zeros((parts, 4, size), dtype=np.uint32)

@@ -226,7 +226,9 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
 
 @pytest.mark.parametrize("count", [None, 100, 5, 1], ids=["whole lines", "many", "a few", "one"])
 @pytest.mark.parametrize("largest", [0, 1])
-@pytest.mark.parametrize(("shape", "axis"), [((40,), 0), ((5, 300), -1), ((3, 129, 7), 1), ((2, 16, 4, 4), 1)])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((40,), 0), ((5, 300), -1), ((3, 129, 7), 1), ((2, 16, 4, 4), 1), ((64, 5, 9), 1), ((512, 6), -1)]
+)
 def test_sorts_like_pytorch(shape: tuple[int, ...], axis: int, largest: int, count: int | None, pool: ThreadPool) -> None:
     x = np.round(normal(*shape) * 5)  # many are equal, and zeros have both signs: the first in a line comes first
     x.reshape(-1)[3:40:9] = np.array([np.inf, -np.inf, np.nan, -np.nan, 1e-40], np.float32)

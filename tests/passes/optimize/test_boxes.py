@@ -1,4 +1,4 @@
-"""Assignments to slices train as choices, with PyTorch's losses; a ScatterND that writes no box stays as it is."""
+"""Assignments to slices train as choices, with PyTorch's losses; a scatter that writes no box stays as it is."""
 
 from __future__ import annotations
 
@@ -107,3 +107,38 @@ def test_a_box_beyond_the_ends_is_left_to_what_refuses_it(rows: str, columns: st
     nodes = [node.op_type for node in model.graph]
     run(model, [PassCall("boxes")], Context(done=["legalize"]))
     assert [node.op_type for node in model.graph] == nodes
+
+
+ALONG = """
+  a = Constant<value = int64[{lengths}] {{{indices}}}>()  shape = Shape(u)  places = {places}
+  y = ScatterElements<axis = 1{how}>(x, places, u)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lengths", "indices", "places", "size", "how", "stays"),
+    [
+        ("1", "-2", "Expand(a, shape)", 1, "", False),
+        ("1, 1, 1", "4", "Expand(a, shape)", 1, "", False),
+        ("1, 2, 1", "3, 4", "Expand(a, shape)", 2, "", True),
+        ("5, 2, 5", ", ".join(["1, 1, 1, 1, 1, 2, 2, 2, 2, 2"] * 5), "Identity(a)", 2, "", False),
+        ("5, 2, 5", ", ".join(["2, 2, 2, 2, 2, 1, 1, 1, 1, 1"] * 5), "Identity(a)", 2, "", True),
+        ("1", "-2", "Expand(a, shape)", 1, ', reduction = "add"', True),
+        ("1", "7", "Expand(a, shape)", 1, "", True),
+    ],
+)
+def test_one_place_along_an_axis(lengths: str, indices: str, places: str, size: int, how: str, stays: bool) -> None:
+    """``y[:, -2] = u``, as PyTorch's newer exporter writes it."""
+    batch = "5" if "5" in lengths else "n"
+    body = ALONG.format(lengths=lengths, indices=indices, places=places, how=how)
+    graph = f"(float[{batch},6,5] x, float[{batch},{size},5] u) => (float[{batch},6,5] y) {{ {body} }}"
+    proto = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]> g {graph}')
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    run(model, [PassCall("legalize"), PassCall("boxes")])
+    assert any(node.op_type == "ScatterElements" for node in model.graph) == stays
+    if not stays:
+        x, u = (np.random.default_rng(0).standard_normal((5, n, 5)).astype(np.float32) for n in (6, size))
+        start = int(indices.split(",")[0]) % 6
+        np.testing.assert_array_equal(
+            run_model(model, {"x": x, "u": u})["y"], np.concatenate([x[:, :start], u, x[:, start + size :]], axis=1)
+        )
