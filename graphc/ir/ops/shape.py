@@ -71,7 +71,7 @@ def gather_elements_grad(op: Builder, dy: ir.Value, indices: ir.Value, shape: ir
         op.Cast(dy, to=int(ir.DataType.FLOAT)) if dy.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else dy
     )  # onnxruntime adds no halves here
     added = op.ScatterElements(op.Expand(op.scalar(0, wide), shape), indices, wide, axis=axis, reduction="add")
-    return op.cast_like(added, dy)  # type: ignore[no-any-return]
+    return op.cast_like(added, dy)
 
 
 def _like_the_wanted(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
