@@ -194,7 +194,10 @@ CASES: Mapping[str, Sequence[Case]] = {
         for points, inner in ((12, 1), (35, 3))
         for parts, attributes in ((1, {"onesided": 1}), (1, {}), (2, {}), (2, {"inverse": 1}))
     ],
-    "TopK": [c(f(3, 99, 2), i(k), constants=(1,), axis=1, largest=largest) for largest in (0, 1) for k in (99, 70, 4)],
+    "TopK": [
+        *(c(f(3, 99, 2), i(k), constants=(1,), axis=1, largest=largest) for largest in (0, 1) for k in (99, 70, 4)),
+        c(f(33, 21, 3), i(5), constants=(1,), axis=1),
+    ],
     "STFT": [
         c(f(2, 100, 1), one(7, np.int64), f(32), one(32, np.int64), constants=(1, 3)),
         c(f(2, 32, 2), one(5, np.int64), None, one(32, np.int64), constants=(1, 3), onesided=0),
