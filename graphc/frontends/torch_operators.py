@@ -47,6 +47,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     put = {"x": TReal, "indices": indices, "values": TReal, "accumulate": bool}
     pool: dict[str, Any] = {"x": X, "kernel_size": lists, "stride": lists, "padding": lists}
     pool |= {"ceil_mode": bool, "count_include_pad": bool, "divisor_override": maybe}
+    resized = {"x": X, "output_size": Optional[I], "align_corners": bool, "scale_factors": Optional[lists]}  # noqa: UP045
     placed = {"layout": str, "device": str, "pin_memory": bool}
     spread: dict[str, Any] = {"x": X, "dim": Sequence[int] | None, "correction": float | None, "keepdim": bool}
     table: list[tuple[Any, Callable[..., Any], dict[str, Any]]] = [
@@ -62,6 +63,9 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.avg_pool2d.default, _average_pool, pool),
         (aten.avg_pool3d.default, _average_pool, pool),
         (aten.adaptive_max_pool2d.default, _adaptive_max_pool, {"x": X, "output_size": lists}),
+        (aten.upsample_linear1d.vec, _linear_upsampling, resized),
+        (aten.upsample_bilinear2d.vec, _linear_upsampling, resized),
+        (aten.upsample_trilinear3d.vec, _linear_upsampling, resized),
         (aten.cumprod.default, _cumprod, {"x": X, "dim": int, "dtype": maybe}),
         (aten.cummax.default, _running_extreme("Greater", -math.inf), {"x": X, "dim": int}),
         (aten.cummin.default, _running_extreme("Less", math.inf), {"x": X, "dim": int}),
@@ -210,6 +214,16 @@ def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> Any:
 
 
 # Along an axis -----------------------------------------------------------------------------------------------------------
+
+
+def _linear_upsampling(x: Any, output_size: Any, align_corners: bool, scale_factors: Sequence[float] | None) -> Any:
+    """The exporter writes that of lines as gathers of both neighbours, and has another place for a result of size one."""
+    op = _op()
+    places = {"mode": "linear", "coordinate_transformation_mode": "align_corners" if align_corners else "half_pixel"}
+    if scale_factors is not None:
+        return op.Resize(x, None, op.Constant(value_floats=[1.0, 1.0, *scale_factors]), **places)
+    sizes = op.Concat(op.Shape(x, start=0, end=2), op.Cast(output_size, to=INT64), axis=0)
+    return op.Resize(x, None, None, sizes, **places)
 
 
 def _shifted(x: Any, by: int, axis: int, fill: Any) -> Any:

@@ -48,6 +48,11 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "median of all": lambda x: x.median(),
     "searchsorted": lambda x: x * torch.searchsorted(ENDS, x),
     "searchsorted from the right": lambda x: x * torch.searchsorted(ENDS.expand(4, 5).contiguous(), x.round(), right=True),
+    **{
+        f"linear upsampling, {options}": lambda x, options=options: F.interpolate(x[None], mode="linear", **options)
+        for options in ({"scale_factor": 1.7}, {"size": 9, "align_corners": True}, {"size": 1})
+    },
+    "bilinear upsampling to a line": lambda x: F.interpolate(x[None, None], size=(1, 9), mode="bilinear"),
     "standard deviation of equal numbers": lambda x: torch.stack([x[:, 0]] * 4, 1).std(1) + x.std() + x.std(1, correction=0),
     "standard deviation and mean": lambda x: torch.cat(torch.std_mean(torch.cat([x, x[:, :2] * 0], 1), 0, keepdim=True)),
     "hypot": lambda x: torch.hypot(x, x + 1),
