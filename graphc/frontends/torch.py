@@ -315,7 +315,7 @@ def _with_dynamo(
             except Exception as error:  # of the module, of the capture or of the translation
                 failures.append(error)
         else:
-            raise failures[0]
+            raise next((error for error in failures if isinstance(error, torch_batches.FixedBatchError)), failures[0])
     model: ir.Model = program.model
     signature = getattr(program.exported_program, "graph_signature", None)
     changed = signature.buffers_to_mutate.values() if signature is not None else ()

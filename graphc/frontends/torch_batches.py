@@ -74,10 +74,10 @@ def _loss_of_each_sample(function: Callable[..., torch.Tensor]) -> Callable[...,
 
 
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
-    if not isinstance(steps, torch.SymInt) or not all(isinstance(v, (int, float)) for v in (start, end)) or options:
+    if not isinstance(steps, torch.SymInt) or not all(isinstance(v, (int, float)) for v in (start, end)) or "out" in options:
         return None
     count: Any = steps
-    places: torch.Tensor = torch.arange(count, dtype=dtype or torch.get_default_dtype())
+    places: torch.Tensor = torch.arange(count, dtype=dtype or torch.get_default_dtype(), **options)
     return places.mul((end - start) / places[-1:].clamp(min=1)).add(start)
 
 

@@ -66,7 +66,9 @@ ANY_SIZE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "contrastive": contrastive,
     "hardest": hardest,
     "masked": masked,
-    "linspace": lambda encoder, a, b: (encoder(a) * torch.linspace(1, 3, a.shape[0])[:, None] + encoder(b)).pow(2).mean(),
+    "linspace": lambda encoder, a, b: (
+        (encoder(a) * torch.linspace(1, 3, a.shape[0], device=a.device)[:, None] + encoder(b)).pow(2).mean()
+    ),
     "take_along_dim": lambda encoder, a, b: torch.take_along_dim(encoder(a), b[:, :3].argsort(1), 1).pow(2).mean(),
     "covariance": lambda encoder, a, b: (torch.cov(encoder(a).T) * encoder(b).T.corrcoef()).pow(2).mean(),
     "losses of samples": lambda encoder, a, b: F.cross_entropy(encoder(a), b.argmax(1) % 6, reduction="none").sum() / len(b),

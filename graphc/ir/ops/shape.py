@@ -67,9 +67,8 @@ def gather_elements_grad(op: Builder, dy: ir.Value, indices: ir.Value, shape: ir
         index = op.Cast(indices, to=int(ir.DataType.INT64))
         index = op.Where(op.Less(index, 0), op.Add(index, int(sizes[axis])), index)
         return op.Where(op.Equal(op.const(places), index), dy, op.scalar(0, dy))  # type: ignore[no-any-return]
-    wide = (
-        op.Cast(dy, to=int(ir.DataType.FLOAT)) if dy.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else dy
-    )  # onnxruntime adds no halves here
+    narrow = dy.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)  # which onnxruntime does not add here
+    wide = op.Cast(dy, to=int(ir.DataType.FLOAT)) if narrow else dy
     added = op.ScatterElements(op.Expand(op.scalar(0, wide), shape), indices, wide, axis=axis, reduction="add")
     return op.cast_like(added, dy)
 
