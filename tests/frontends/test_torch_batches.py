@@ -16,6 +16,8 @@ pytest.importorskip("onnxscript")
 import graphc  # noqa: E402
 from graphc.errors import FeedError, ModelError  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 F = torch.nn.functional
 
 

@@ -152,6 +152,7 @@ def test_they_take_batches_of_any_size() -> None:
         np.testing.assert_allclose(0.95 - trainer.trained_values()["weight"], module.weight.grad.numpy(), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from graphc.frontends.onnx import load
 from graphc.pipeline import run as run_pipeline
 from tests.frontends.zoo import run
 
+pytestmark = pytest.mark.full
+
 SAMPLES = 3
 MOST = 400
 """Elements of a value."""
