@@ -120,7 +120,7 @@ def _starts_along(node: ir.Node, indices: ir.Value, box: Sequence[Dim]) -> list[
         known = constant(source.inputs[0])
         if known is not None and known.size != 1:
             return None
-    if known is None or not isinstance(box[axis], int):
+    if known is None or not known.size or not isinstance(box[axis], int):
         return None
     start = _start(known if known.size > 1 else known.reshape((1,) * len(box)), axis, box[axis], len(box))
     return None if start is None else [start if k == axis else 0 for k in range(len(box))]

@@ -57,18 +57,25 @@ def difference(old: ir.Model, new: ir.Model, batched: set[str], batch: int, symb
                 where = describe_value(value)
                 return f"the samples of {where} come out otherwise in a batch of {2 * batch} than in one of {batch}"
     totals = [value for value in new.graph.outputs if value not in outputs and is_float(value)]
-    if totals and _ignores_later_samples(new, feeds, batched, batch, [value.name or "" for value in totals]):
-        return f"{describe_value(totals[0])} takes the first {counted(batch, 'sample')} of a batch of {2 * batch}, and no other"
+    short = _total_of_the_first(new, feeds, batched, batch, totals) if totals else None
+    if short is not None:
+        return f"{describe_value(short)} takes the first {counted(batch, 'sample')} of a batch of {2 * batch}, and no other"
     return None
 
 
-def _ignores_later_samples(
-    model: ir.Model, feeds: Mapping[str, np.ndarray], batched: set[str], batch: int, names: list[str]
-) -> bool:
-    """Whether these outputs stay when all samples after the first ``batch`` change, as where a loop was unrolled for them."""
-    other = {k: np.concatenate([v[:batch], v[:batch]]) if k in batched else v for k, v in feeds.items()}
-    have, changed = _run(model, feeds, names), _run(model, other, names)
-    return have is not None and changed is not None and all(map(np.array_equal, have, changed))
+def _total_of_the_first(
+    model: ir.Model, feeds: Mapping[str, np.ndarray], batched: set[str], batch: int, totals: list[ir.Value]
+) -> ir.Value | None:
+    """The output that the first ``batch`` samples change, and no later one does, as where a loop was unrolled for them."""
+    later = {k: np.concatenate([v[:batch], v[:batch]]) if k in batched else v for k, v in feeds.items()}
+    first = {k: np.concatenate([v[batch:], v[batch:]]) if k in batched else v for k, v in feeds.items()}
+    names = [value.name or "" for value in totals]
+    runs = [_run(model, given, names) for given in (feeds, later, first)]
+    for value, *found in zip(totals, *(run or [] for run in runs), strict=False):
+        have, with_other_later, with_other_first = found
+        if np.array_equal(have, with_other_later) and not np.array_equal(have, with_other_first):
+            return value
+    return None
 
 
 def _feeds(graph: ir.Graph, batched: set[str], batch: int, low: int) -> dict[str, np.ndarray] | None:

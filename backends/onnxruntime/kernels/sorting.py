@@ -22,8 +22,7 @@ from graphc.device import Array, Run
 from graphc.ir.facts import required, static_dims
 
 LEAST = 16
-"""Elements of a line that is taken always. With shorter ones there are :data:`MANY` elements: onnxruntime works on them one by
-one, and takes five times as long along an axis that is not the last."""
+"""Elements of a line that is taken always; of shorter ones there must be :data:`MANY` elements in all."""
 
 MANY = 2048
 

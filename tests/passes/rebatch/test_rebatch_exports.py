@@ -190,3 +190,25 @@ def test_a_rewrite_that_mixes_samples_is_refused() -> None:
     model = load(exported(LastStep().eval(), tokens_and_lengths(1), dynamo=False))
     with pytest.raises(ModelError, match=r"Gather.*the samples of y:.* come out otherwise in a batch of 2 than in one of 1"):
         run_pipeline(model, "legalize,rebatch")
+
+
+class WithScale(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """The last step of each sample and a scale that depends on none, as CLIP returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[torch.arange(x.shape[0]), at], self.scale.exp()
+
+
+def test_an_output_that_depends_on_no_sample_is_no_total() -> None:
+    module, path = WithScale(), io.BytesIO()
+    feeds = (torch.randn(3, 5, 2), torch.tensor([4, 0, 2]))
+    torch.onnx.export(module, feeds, path, dynamo=False, input_names=["x", "at"])
+    model = load(onnx.load_from_string(path.getvalue()))
+    run_pipeline(model, "legalize,rebatch,simplify,verify")
+    x, at = torch.randn(7, 5, 2), torch.tensor([4, 0, 2, 1, 3, 0, 1])
+    for have, want in zip(run(model, {"x": x.numpy(), "at": at.numpy()}), module(x, at), strict=True):
+        np.testing.assert_allclose(have, want.detach().numpy(), rtol=1e-6)
