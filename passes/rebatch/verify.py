@@ -70,10 +70,9 @@ def _total_of_the_first(
     later = {k: np.concatenate([v[:batch], v[:batch]]) if k in batched else v for k, v in feeds.items()}
     first = {k: np.concatenate([v[batch:], v[batch:]]) if k in batched else v for k, v in feeds.items()}
     names = [value.name or "" for value in totals]
-    runs = [_run(model, given, names) for given in (feeds, later, first)]
-    for value, *found in zip(totals, *(run or [] for run in runs), strict=False):
-        have, with_other_later, with_other_first = found
-        if np.array_equal(have, with_other_later) and not np.array_equal(have, with_other_first):
+    have, with_other_later, with_other_first = (_run(model, given, names) or [] for given in (feeds, later, first))
+    for value, same, kept, changed in zip(totals, have, with_other_later, with_other_first, strict=False):
+        if np.array_equal(same, kept) and not np.array_equal(same, changed):
             return value
     return None
 
