@@ -20,7 +20,7 @@ import torch
 from torch._dynamo.exc import UserError, UserErrorType
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, statically_known_true
 from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
@@ -104,7 +104,18 @@ def _corrcoef(input: torch.Tensor) -> torch.Tensor | None:
     return (found / spread[:, None] / spread[None]).clamp(-1, 1)
 
 
+def _batch_norm(input: torch.Tensor, running_mean: Any, running_var: Any, *args: Any, **options: Any) -> torch.Tensor | None:
+    """Asks not whether there is one value of a channel: a number of samples that data choose has no answer."""
+    if not has_free_unbacked_symbols(tuple(input.shape)):
+        return None
+    values = dict(zip(("weight", "bias", "training", "momentum", "eps"), args, strict=False)) | options
+    weight, bias, training = values.get("weight"), values.get("bias"), values.get("training", False)
+    momentum, eps = values.get("momentum", 0.1), values.get("eps", 1e-5)
+    return torch.native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.batch_norm: _batch_norm,
     torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
     torch.nn.functional.nll_loss: _loss_of_each_sample(torch.nn.functional.nll_loss),
     torch.cdist: _cdist,
@@ -174,7 +185,7 @@ def capture(
             try:
                 return captured(tensors, Dim("batch")), ""
             except UserError as error:
-                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+                if not batched or error.error_type is not UserErrorType.CONSTRAINT_VIOLATION or "data-dependent" in str(error):
                     raise
                 reason = error
             for example in (tensors, enlarged(tensors, batched)):  # half of two samples is one, which is a constant

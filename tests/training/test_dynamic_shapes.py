@@ -112,6 +112,26 @@ def test_edges_of_a_graph() -> None:
     np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=2e-6)
 
 
+def test_the_batch_norm_of_chosen_rows() -> None:
+    class Chosen(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+
+        def forward(self, x: Any, mask: Any) -> Any:
+            return (self.last(self.norm(self.first(x)[mask])) ** 2).mean()
+
+    torch.manual_seed(0)
+    module = Chosen()
+    batches = [(torch.randn(samples, 8), torch.rand(samples) < share) for samples, share in ((6, 2.0), (20, 0.5), (9, 0.7))]
+    with graphc.Trainer(compiled(module, batches[0])) as trainer:
+        found = [trainer.step({"x": x.numpy(), "mask": mask.numpy()})["loss"] for x, mask in batches]
+        trained = trainer.trained_values()
+    np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=2e-5)
+    for name, value in (*module.named_parameters(), ("norm.running_mean", module.norm.running_mean)):
+        np.testing.assert_allclose(trained[name], value.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_collective_in_between_is_refused_with_what_to_do() -> None:
     class Norm(torch.nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
