@@ -125,7 +125,7 @@ def _sort_short(bits, numbers, values, places, tiles, lanes, start, stop):
         line, end = lines * part // parts, lines * (part + 1) // parts
         block, place = line // inner, line % inner
         while line < end:
-            width = min(16, end - line)
+            width = min(LANES, end - line)
             for lane in range(width):
                 source[lane], target[lane] = block * size * inner + place, block * count * inner + place
                 place += 1
@@ -136,7 +136,7 @@ def _sort_short(bits, numbers, values, places, tiles, lanes, start, stop):
                     keys[i, lane], order[i, lane] = _key(bits[source[lane] + i * inner], flip), np.uint32(i)
             for i in range(1, size):
                 for j in range(i, 0, -1):
-                    for lane in range(16):
+                    for lane in range(LANES):
                         a, b = keys[j - 1, lane], keys[j, lane]
                         of_a, of_b = order[j - 1, lane], order[j, lane]
                         keys[j - 1, lane], keys[j, lane] = min(a, b), max(a, b)

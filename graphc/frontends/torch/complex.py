@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-from graphc.frontends.torch_operators import like, typed
+from graphc.frontends.torch.forms import like, opset, typed
 
 PARTS = {14: 1, 15: 11}
 """ONNX's numbers of the complex types → those of their parts, float32 and float64."""
@@ -74,45 +74,39 @@ def register() -> None:
             torch_op(name, trace_only=True, complex=True)(typed(function, {"return": X} | kinds))
 
 
-def _op() -> Any:
-    from onnxscript import opset20
-
-    return opset20
-
-
 def _axis(x: Any, dim: int, more: int = 0) -> int:
     """An axis from the front; from the back, the two parts do not count."""
     return int(dim % (len(x.shape) - 1 + more))
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
-    op = _op()
+    op = opset()
     real, imaginary = op.Split(x, num_outputs=2, axis=-1)
     last = op.Constant(value_ints=[-1])
     return op.Squeeze(real, last), op.Squeeze(imaginary, last)
 
 
 def _joined(real: Any, imaginary: Any) -> Any:
-    op, last = _op(), _op().Constant(value_ints=[-1])
+    op, last = opset(), opset().Constant(value_ints=[-1])
     return op.Concat(op.Unsqueeze(real, last), op.Unsqueeze(imaginary, last), axis=-1)
 
 
 def _same(x):  # type: ignore[no-untyped-def]
-    return _op().Identity(x)
+    return opset().Identity(x)
 
 
 def _unsqueeze(x, dim):  # type: ignore[no-untyped-def]
-    return _op().Unsqueeze(x, _op().Constant(value_ints=[_axis(x, dim, 1)]))
+    return opset().Unsqueeze(x, opset().Constant(value_ints=[_axis(x, dim, 1)]))
 
 
 def _expand(x, size, implicit=False):  # type: ignore[no-untyped-def]
     from onnxscript.function_libs.torch_lib.ops import common
 
-    return _op().Expand(x, common.merge_dims([*(1 if isinstance(n, int) and n == -1 else n for n in size), 2]))
+    return opset().Expand(x, common.merge_dims([*(1 if isinstance(n, int) and n == -1 else n for n in size), 2]))
 
 
 def _select(x, dim, index):  # type: ignore[no-untyped-def]
-    return _op().Gather(x, index, axis=_axis(x, dim))
+    return opset().Gather(x, index, axis=_axis(x, dim))
 
 
 def _slice_scatter(x, source, dim=0, start=None, end=None, step=1):  # type: ignore[no-untyped-def]
@@ -128,17 +122,17 @@ def _select_scatter(x, source, dim, index):  # type: ignore[no-untyped-def]
 
 
 def _copy(x, source, non_blocking=False):  # type: ignore[no-untyped-def]
-    return _op().Expand(source, _op().Shape(x))
+    return opset().Expand(source, opset().Shape(x))
 
 
 def _product(x, y):  # type: ignore[no-untyped-def]
-    (a, b), (c, d), op = _parts(x), _parts(y), _op()
+    (a, b), (c, d), op = _parts(x), _parts(y), opset()
     return _joined(op.Sub(op.MatMul(a, c), op.MatMul(b, d)), op.Add(op.MatMul(a, d), op.MatMul(b, c)))
 
 
 def _einsum(equation, tensors, path=None):  # type: ignore[no-untyped-def]
     """Of operands of which some may be real: their shapes have no axis more than the equation says."""
-    op, terms = _op(), equation.split("->")[0].replace(" ", "").split(",")
+    op, terms = opset(), equation.split("->")[0].replace(" ", "").split(",")
     if "." in equation or "->" not in equation or len(terms) > 2:
         raise NotImplementedError(f"an einsum of complex numbers with the equation {equation!r} has no translation")
     split = [_parts(x) if len(x.shape) > len(term) else (x, None) for x, term in zip(tensors, terms, strict=True)]
@@ -157,7 +151,7 @@ def _einsum(equation, tensors, path=None):  # type: ignore[no-untyped-def]
 
 
 def _scale(x, factor):  # type: ignore[no-untyped-def]
-    op = _op()
+    op = opset()
     if not isinstance(factor, complex):
         return op.Mul(x, op.CastLike(factor, x))
     (a, b), c, d = _parts(x), like(factor.real, x), like(factor.imag, x)
@@ -165,7 +159,7 @@ def _scale(x, factor):  # type: ignore[no-untyped-def]
 
 
 def _exp(x):  # type: ignore[no-untyped-def]
-    (a, b), op = _parts(x), _op()
+    (a, b), op = _parts(x), opset()
     size = op.Exp(a)
     return _joined(op.Mul(size, op.Cos(b)), op.Mul(size, op.Sin(b)))
 
@@ -180,7 +174,7 @@ def _zeros(size, dtype=1, layout="", device="", pin_memory=False):  # type: igno
     from onnxscript.function_libs.torch_lib.ops import common, core
 
     if dtype in PARTS:
-        return _pairs(common.merge_dims(size), _op().Constant(value_float=0.0), PARTS[dtype])
+        return _pairs(common.merge_dims(size), opset().Constant(value_float=0.0), PARTS[dtype])
     return core.aten_zeros(size, dtype)
 
 
@@ -188,17 +182,17 @@ def _new_zeros(x, size, dtype=-1, layout="", device="", pin_memory=False):  # ty
     from onnxscript.function_libs.torch_lib.ops import core
 
     if dtype in PARTS:
-        return _pairs(size, _op().Constant(value_float=0.0), PARTS[dtype])
+        return _pairs(size, opset().Constant(value_float=0.0), PARTS[dtype])
     return core.aten_new_zeros(x, size, dtype)
 
 
 def _pairs(size: Any, number: Any, kind: int) -> Any:
     """A complex tensor of this size, whose elements are a real number; ``kind``: type of its parts."""
-    op = _op()
+    op = opset()
     real = op.Reshape(op.Cast(number, to=kind), op.Constant(value_ints=[1]))
     parts = op.Concat(real, op.CastLike(op.Constant(value_floats=[0.0]), real), axis=0)
     return op.Expand(parts, op.Concat(op.Cast(size, to=7), op.Constant(value_ints=[2]), axis=0))
 
 
 def _zeros_like(x, dtype=-1, layout="", device="", pin_memory=False, memory_format=""):  # type: ignore[no-untyped-def]
-    return _op().Expand(like(0.0, x), _op().Shape(x))
+    return opset().Expand(like(0.0, x), opset().Shape(x))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.frontends.torch_operators import fixed_length, like, typed
+from graphc.frontends.torch.forms import fixed_length, like, opset, typed
 
 MOST = 48
 """Rows of a matrix that is written out, at most: some forty nodes for each, which take five seconds to export, compile and
@@ -40,14 +40,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     return {operator: typed(function, {"return": TFloat} | kinds) for operator, function, kinds in table}
 
 
-def _op() -> Any:
-    from onnxscript import opset20
-
-    return opset20
-
-
 def _array(values: Any, of: np.dtype[Any] | type) -> Any:
-    return _op().Constant(value=ir.tensor(np.asarray(values, dtype=of)))
+    return opset().Constant(value=ir.tensor(np.asarray(values, dtype=of)))
 
 
 def _rows(a: Any, operator: str) -> int:
@@ -59,7 +53,7 @@ def _rows(a: Any, operator: str) -> int:
 
 def _part(x: Any, first: int, last: int, axis: int) -> Any:
     """Elements of an axis from the first to the one before the last."""
-    return _op().Slice(x, _array([first], np.int64), _array([last], np.int64), _array([axis], np.int64))
+    return opset().Slice(x, _array([first], np.int64), _array([last], np.int64), _array([axis], np.int64))
 
 
 def _solved(a: Any, b: Any, count: int, *, pivots: bool) -> Any:
@@ -69,7 +63,7 @@ def _solved(a: Any, b: Any, count: int, *, pivots: bool) -> Any:
         count: rows.
         pivots: exchange rows, so that each pivot is the largest number of its column.
     """
-    op = _op()
+    op = opset()
     rest, zero, lowest = op.Concat(a, b, axis=-1), like(0.0, a), like(-1.0, a)
     order, columns = _array(range(count), np.int64), _array([-1], np.int64)
     for j in range(count):
@@ -91,7 +85,7 @@ def _solved(a: Any, b: Any, count: int, *, pivots: bool) -> Any:
 
 def _batched(a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any]) -> tuple[Any, Any]:
     """a and b with as many matrices each; ``of_a`` and ``of_b`` count these."""
-    op = _op()
+    op = opset()
     if [*map(str, of_a)] == [*map(str, of_b)]:
         return a, b
     common = op.Shape(op.Add(*(_part(_part(x, 0, 1, -1), 0, 1, -2) for x in (a, b))), end=-2)
@@ -100,17 +94,17 @@ def _batched(a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any]) -> tuple[
 
 
 def _turned(x: Any, rank: int) -> Any:
-    return _op().Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
+    return opset().Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
 def _inverse(a):  # type: ignore[no-untyped-def]
-    op, count = _op(), _rows(a, "inv")
+    op, count = opset(), _rows(a, "inv")
     eye = op.Expand(op.CastLike(_array(np.eye(count), np.float32), a), op.Shape(a))
     return _solved(a, eye, count, pivots=True)
 
 
 def _solve(a, b, left=True):  # type: ignore[no-untyped-def]
-    op, count, last = _op(), _rows(a, "solve"), _array([-1], np.int64)
+    op, count, last = opset(), _rows(a, "solve"), _array([-1], np.int64)
     of_a, of_b = [*a.shape], [*b.shape]
     vector = len(of_b) == 1 or [*map(str, of_b)] == [*map(str, of_a[:-1])]
     if vector:
@@ -128,7 +122,7 @@ def _system(a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any], count: int
 
 
 def _solve_triangular(a, b, upper, left=True, unitriangular=False):  # type: ignore[no-untyped-def]
-    op, count, of_a, of_b = _op(), _rows(a, "solve_triangular"), [*a.shape], [*b.shape]
+    op, count, of_a, of_b = opset(), _rows(a, "solve_triangular"), [*a.shape], [*b.shape]
     a = op.Trilu(a, upper=int(upper))
     if unitriangular:
         a = op.Where(_array(np.eye(count), np.bool_), like(1.0, a), a)
@@ -137,7 +131,7 @@ def _solve_triangular(a, b, upper, left=True, unitriangular=False):  # type: ign
 
 def _cholesky(a, upper=False):  # type: ignore[no-untyped-def]
     """a = L·Lᵀ; of both triangles, so that the gradient is symmetric as PyTorch's is."""
-    op, count, rank = _op(), _rows(a, "cholesky"), len(a.shape)
+    op, count, rank = opset(), _rows(a, "cholesky"), len(a.shape)
     rest = op.Mul(op.Add(a, _turned(a, rank)), like(0.5, a))
     columns, end = [], np.iinfo(np.int64).max
     for j in range(count):
@@ -151,5 +145,5 @@ def _cholesky(a, upper=False):  # type: ignore[no-untyped-def]
 
 
 def _log_determinant(a):  # type: ignore[no-untyped-def]
-    op, determinant = _op(), _op().Det(a)
+    op, determinant = opset(), opset().Det(a)
     return op.Sign(determinant), op.Log(op.Abs(determinant))

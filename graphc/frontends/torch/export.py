@@ -24,9 +24,10 @@ import onnx
 import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
-from graphc.frontends import torch_complex, torch_experts, torch_linalg, torch_losses, torch_operators, torch_rnn
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
+from graphc.frontends.torch import complex as complex_numbers
+from graphc.frontends.torch import experts, linalg, losses, operators, rnn, special
 from graphc.ir.builder import Builder
 from graphc.ir.exporter_records import padding_row
 from graphc.ir.facts import FLOATS
@@ -111,7 +112,7 @@ def _exported(
     exporters: Mapping[str, Callable[..., ir.Model]],
 ) -> ir.Model:
     """What :func:`export` returns; no other thread may export, or change the module, meanwhile."""
-    from graphc.frontends.torch_batches import FixedBatchError, enlarged
+    from graphc.frontends.torch.batches import FixedBatchError, enlarged
 
     _refuse_projections(module)
     names, tensors = _bind(module, example_inputs)
@@ -291,7 +292,7 @@ def _with_dynamo(
 ) -> ir.Model:
     import torch
 
-    from graphc.frontends import torch_batches
+    from graphc.frontends.torch import batches
 
     settings: dict[str, Any] = {
         "dynamo": True,
@@ -299,23 +300,23 @@ def _with_dynamo(
         "opset_version": _OPSET,
         "custom_translation_table": {
             operator: form
-            for forms in (torch_operators, torch_losses, torch_linalg, torch_rnn, torch_experts)
+            for forms in (operators, special, losses, linalg, rnn, experts)
             for operator, form in forms.translations().items()
         },
         "verbose": False,
-        "dynamic_shapes": torch_batches.shapes_of(module, len(tensors), batched, torch.export.Dim("batch")),
+        "dynamic_shapes": batches.shapes_of(module, len(tensors), batched, torch.export.Dim("batch")),
     }
     failures = []
-    with torch_rnn.without_steps(), torch_experts.of_any_type():
+    with rnn.without_steps(), experts.of_any_type():
         for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
             try:
-                captured, asked = torch_batches.capture(module, tensors, batched, strict=strict)
+                captured, asked = batches.capture(module, tensors, batched, strict=strict)
                 program = _translated(captured, settings)
                 break
             except Exception as error:  # of the module, of the capture or of the translation
                 failures.append(error)
         else:
-            raise next((error for error in failures if isinstance(error, torch_batches.FixedBatchError)), failures[0])
+            raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])
     model: ir.Model = program.model
     signature = getattr(program.exported_program, "graph_signature", None)
     changed = signature.buffers_to_mutate.values() if signature is not None else ()
@@ -330,10 +331,10 @@ def _translated(captured: torch.export.ExportedProgram, settings: Mapping[str, A
     import torch
 
     _detach_without_gradients(captured)
-    if not torch_complex.holds_complex(captured):
+    if not complex_numbers.holds_complex(captured):
         return torch.onnx.export(captured, (), **settings)
-    torch_complex.register()
-    table = settings["custom_translation_table"] | torch_complex.translations()
+    complex_numbers.register()
+    table = settings["custom_translation_table"] | complex_numbers.translations()
     with torch.no_grad():  # some of what takes an assignment apart refuses gradients of complex numbers
         return torch.onnx.export(captured, (), **{**settings, "custom_translation_table": table})
 

@@ -2,7 +2,7 @@
 
 Wrong there: ``squeeze`` of an axis that is longer than one, which PyTorch leaves alone; the mean of ``scatter_reduce``; the
 ``divisor_override`` of average pools; indices of 32 bits. Without a form there: running products, running extrema,
-order statistics, distances, special functions and others of :func:`translations`.
+order statistics, deviations, distances and others of :func:`translations`.
 
 Gradients follow from the forms. They are those of PyTorch, except that places where a function has a kink may count otherwise.
 """
@@ -10,26 +10,10 @@ Gradients follow from the forms. They are those of PyTorch, except that places w
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-ERFINV_CENTRE = (
-    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
-    0.246640727, 1.50140941,
-)  # fmt: skip
-ERFINV_TAIL = (
-    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047, 1.00167406,
-    2.83297682,
-)  # fmt: skip
-"""Polynomials of M. Giles, Approximating the erfinv function, 2012; the highest power first."""
-
-STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360)
-"""Of 1/x, 1/x³ and so on in Stirling's series of the logarithm of the gamma function."""
-SHIFT = 8
-"""By how much an argument is raised before Stirling's series, whose error then is below 1e-15."""
-
-INT64, BOOL, FLOAT64 = 7, 9, 11
+from graphc.frontends.torch.forms import BOOL, INT64, axis_of, fixed_length, like, opset, typed
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -81,50 +65,10 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
             _uniform,
             {"shape": I, "low": float, "high": float, "dtype": int, "device": str, "stride": lists},
         ),
-        (aten.hypot.default, _hypot, {"x": X, "y": X}),
-        (aten.copysign.Tensor, _copysign, {"x": X, "y": X}),
-        (aten.signbit.default, _signbit, {"x": X, "return": LOGICAL}),
-        (aten.fmax.default, _larger("GreaterOrEqual"), {"x": X, "y": X}),
-        (aten.fmin.default, _larger("LessOrEqual"), {"x": X, "y": X}),
-        (aten.erfinv.default, _erfinv, {"x": X}),
-        (aten.lgamma.default, _lgamma, {"x": X}),
-        (aten.digamma.default, _digamma, {"x": X}),
         (aten._pdist_forward.default, _pdist, {"x": X, "p": float}),
         (aten._cdist_forward.default, _cdist, {"x": X, "y": X, "p": float, "compute_mode": maybe}),
     ]
     return {operator: typed(function, {"return": X} | kinds) for operator, function, kinds in table}
-
-
-def typed(function: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:
-    """A copy of ``function`` that says what its operands are: the exporter reads it from annotations that are types."""
-    copy = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__annotations__ = kinds
-    return copy
-
-
-def _op() -> Any:
-    from onnxscript import opset20
-
-    return opset20  # its annotations allow no lists, which the exporter turns into constants
-
-
-def like(number: float, x: Any) -> Any:
-    op = _op()
-    return op.CastLike(op.Constant(value_float=number), x)
-
-
-def fixed_length(x: Any, axis: int, operator: str) -> int:
-    length = x.shape[axis]
-    if not isinstance(length, int):
-        raise NotImplementedError(f"{operator} along an axis of free length has no translation: fix the axis' length")
-    return length
-
-
-def _axis(x: Any, dim: int) -> int:
-    return dim % max(1, len(x.shape))
 
 
 # Shapes and indices ------------------------------------------------------------------------------------------------------
@@ -132,10 +76,10 @@ def _axis(x: Any, dim: int) -> int:
 
 def _squeeze(x: Any, dims: int | Sequence[int]) -> Any:
     """An axis that is not known to have length one has another: the exporter gives free lengths to those of two and more."""
-    op = _op()
+    op = opset()
     if x.shape is None:
         return op.Squeeze(x, [dims] if isinstance(dims, int) else list(dims))
-    wanted = {_axis(x, d) for d in ([dims] if isinstance(dims, int) else dims)}
+    wanted = {axis_of(x, d) for d in ([dims] if isinstance(dims, int) else dims)}
     axes = [k for k in sorted(wanted) if k < len(x.shape) and x.shape[k] == 1]
     return op.Squeeze(x, axes) if axes else op.Identity(x)
 
@@ -149,7 +93,7 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
 def _widened(index: Any) -> Any:
     if index is None or index.dtype in (None, INT64, BOOL):
         return index
-    wide = _op().Cast(index, to=INT64)
+    wide = opset().Cast(index, to=INT64)
     wide.shape = index.shape  # the caller looks at it
     return wide
 
@@ -157,7 +101,7 @@ def _widened(index: Any) -> Any:
 def _scatter_reduce(x: Any, dim: int, index: Any, src: Any, reduce: str, include_self: bool = True) -> Any:
     from onnxscript.function_libs.torch_lib.ops import core
 
-    op = _op()
+    op = opset()
     if reduce != "mean" or len(x.shape) == 0:
         return core.aten_scatter_reduce(x, dim, index, src, reduce, include_self)
     one, zeros = like(1.0, x), op.Mul(x, like(0.0, x))
@@ -184,7 +128,7 @@ def _average_pool(
 ) -> Any:
     from onnxscript.function_libs.torch_lib.ops import nn
 
-    op, axes = _op(), len(kernel_size) if not isinstance(kernel_size, int) else 0
+    op, axes = opset(), len(kernel_size) if not isinstance(kernel_size, int) else 0
     pool = nn.aten_avg_pool3d if axes == 3 else nn.aten_avg_pool2d
     if divisor_override is None:
         return pool(x, kernel_size, stride, padding, ceil_mode, count_include_pad)
@@ -197,7 +141,7 @@ def _average_pool(
 
 def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> Any:
     """The largest element of each window, first along its rows, and its place in the plane."""
-    op, rank = _op(), len(x.shape)
+    op, rank = opset(), len(x.shape)
     width, axes = fixed_length(x, -1, "adaptive_max_pool2d"), (rank - 2, rank - 1)
     lengths = [fixed_length(x, axis, "adaptive_max_pool2d") for axis in axes]
     values, places = x, []
@@ -218,7 +162,7 @@ def _adaptive_max_pool(x: Any, output_size: Sequence[int]) -> Any:
 
 def _linear_upsampling(x: Any, output_size: Any, align_corners: bool, scale_factors: Sequence[float] | None) -> Any:
     """The exporter writes that of lines as gathers of both neighbours, and has another place for a result of size one."""
-    op = _op()
+    op = opset()
     places = {"mode": "linear", "coordinate_transformation_mode": "align_corners" if align_corners else "half_pixel"}
     if scale_factors is not None:
         return op.Resize(x, None, op.Constant(value_floats=[1.0, 1.0, *scale_factors]), **places)
@@ -228,7 +172,7 @@ def _linear_upsampling(x: Any, output_size: Any, align_corners: bool, scale_fact
 
 def _shifted(x: Any, by: int, axis: int, fill: Any) -> Any:
     """x moved by ``by`` places along an axis; ``fill``, of one element, comes in."""
-    op = _op()
+    op = opset()
     head = op.Slice(x, [0], [-by], [axis])
     start = op.Slice(x, [0], [by], [axis])
     return op.Concat(op.Expand(fill, op.Shape(start)), head, axis=axis)
@@ -236,11 +180,11 @@ def _shifted(x: Any, by: int, axis: int, fill: Any) -> Any:
 
 def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
     """A product of all elements up to each: of 2, then of 4, and so on."""
-    op = _op()
+    op = opset()
     x = x if dtype is None or dtype < 0 else op.Cast(x, to=dtype)
     if len(x.shape) == 0:
         return op.Identity(x)
-    axis, by = _axis(x, dim), 1
+    axis, by = axis_of(x, dim), 1
     length, y = fixed_length(x, axis, "cumprod"), x
     while by < length:
         y = op.Mul(y, _shifted(y, by, axis, like(1.0, x)))
@@ -250,8 +194,8 @@ def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
 
 def _running_extreme(comparison: str, worst: float) -> Callable[..., Any]:
     def extreme(x: Any, dim: int) -> Any:
-        op = _op()
-        axis, by = _axis(x, dim), 1
+        op = opset()
+        axis, by = axis_of(x, dim), 1
         length, rank = fixed_length(x, axis, "cummax and cummin"), len(x.shape)
         lengths = [length if k == axis else 1 for k in range(rank)]
         places = op.Reshape(op.Constant(value_ints=list(range(length))), lengths)
@@ -268,32 +212,32 @@ def _running_extreme(comparison: str, worst: float) -> Callable[..., Any]:
 
 def _smallest(x: Any, k: Any, axis: int) -> tuple[Any, Any]:
     """The k-th smallest elements and their places, of length one along an axis; k is a tensor of one element."""
-    op = _op()
+    op = opset()
     last = op.Sub(k, op.Constant(value_ints=[1]))
     values, places = op.TopK(x, k, axis=axis, largest=0, sorted=1)
     return op.Gather(values, last, axis=axis), op.Gather(places, last, axis=axis)
 
 
 def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    op, axis = _op(), _axis(x, dim)
+    op, axis = opset(), axis_of(x, dim)
     found = _smallest(x, op.Constant(value_ints=[k]), axis)
     return tuple(part if keepdim else op.Squeeze(part, [axis]) for part in found)
 
 
 def _middle(length: Any) -> Any:
     """Of a number of elements, as a tensor of one: the lower of two, as in PyTorch."""
-    op = _op()
+    op = opset()
     return op.Div(op.Add(length, op.Constant(value_ints=[1])), op.Constant(value_ints=[2]))
 
 
 def _median(x: Any, dim: int = -1, keepdim: bool = False) -> Any:
-    op, axis = _op(), _axis(x, dim)
+    op, axis = opset(), axis_of(x, dim)
     found = _smallest(x, _middle(op.Shape(x, start=axis, end=axis + 1)), axis)
     return tuple(part if keepdim else op.Squeeze(part, [axis]) for part in found)
 
 
 def _median_of_all(x: Any) -> Any:
-    op = _op()
+    op = opset()
     value, _ = _smallest(op.Reshape(x, [-1]), _middle(op.Reshape(op.Size(x), [1])), 0)
     return op.Squeeze(value, [0])
 
@@ -302,7 +246,7 @@ def _search_sorted(
     ends: Any, x: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Any:
     """How many of the ends lie before each element."""
-    op = _op()
+    op = opset()
     if sorter is not None:
         raise NotImplementedError("searchsorted with a sorter has no translation: sort the ends")
     after = right or side == "right"
@@ -311,90 +255,7 @@ def _search_sorted(
     return op.ReduceSum(op.Cast(before, to=6 if out_int32 else INT64), [-1], keepdims=0)
 
 
-# Element by element ------------------------------------------------------------------------------------------------------
-
-
-def _hypot(x: Any, y: Any) -> Any:
-    op = _op()
-    return op.Sqrt(op.Add(op.Mul(x, x), op.Mul(y, y)))
-
-
-def _signbit(x: Any) -> Any:
-    """Of -0, too."""
-    op = _op()
-    zero = like(0.0, x)
-    return op.Or(op.Less(x, zero), op.And(op.Equal(x, zero), op.Less(op.Reciprocal(x), zero)))
-
-
-def _copysign(x: Any, y: Any) -> Any:
-    op = _op()
-    size = op.Abs(x)
-    return op.Where(_signbit(y), op.Neg(size), size)
-
-
-def _larger(comparison: str) -> Callable[..., Any]:
-    def extreme(x: Any, y: Any) -> Any:
-        op = _op()
-        return op.Where(op.Or(getattr(op, comparison)(x, y), op.IsNaN(y)), x, y)
-
-    return extreme
-
-
-def _polynomial(x: Any, coefficients: Sequence[float]) -> Any:
-    op, y = _op(), like(coefficients[0], x)
-    for number in coefficients[1:]:
-        y = op.Add(op.Mul(y, x), like(number, x))
-    return y
-
-
-def _erfinv(x: Any) -> Any:
-    """In double precision: 3e-7 of the result are the error of the approximation, in float32."""
-    op = _op()
-    wide = op.Cast(x, to=FLOAT64)
-    one, bound = like(1.0, wide), like(5.0, wide)
-    w = op.Neg(op.Log(op.Mul(op.Sub(one, wide), op.Add(one, wide))))
-    centre = _polynomial(op.Sub(w, like(2.5, w)), ERFINV_CENTRE)
-    tail = _polynomial(op.Sub(op.Sqrt(op.Max(w, bound)), like(3.0, w)), ERFINV_TAIL)
-    return op.CastLike(op.Mul(op.Where(op.Less(w, bound), centre, tail), wide), x)
-
-
-def _lgamma(x: Any) -> Any:
-    """Stirling's series of a raised argument; below one half, by reflection."""
-    op = _op()
-    wide = op.Cast(x, to=FLOAT64)
-    low = op.Less(wide, like(0.5, wide))
-    z = op.Where(low, op.Sub(like(1.0, wide), wide), wide)
-    product = z
-    for k in range(1, SHIFT):
-        product = op.Mul(product, op.Add(z, like(float(k), z)))
-    t = op.Add(z, like(float(SHIFT), z))
-    inverse = op.Reciprocal(t)
-    series = op.Mul(_polynomial(op.Mul(inverse, inverse), STIRLING[::-1]), inverse)
-    start = op.Sub(op.Mul(op.Sub(t, like(0.5, t)), op.Log(t)), t)
-    upper = op.Sub(op.Add(op.Add(start, like(math.log(2 * math.pi) / 2, t)), series), op.Log(product))
-    turned = op.Sin(op.Mul(op.Where(low, wide, like(0.5, wide)), like(math.pi, wide)))
-    reflected = op.Sub(op.Sub(like(math.log(math.pi), wide), op.Log(op.Abs(turned))), upper)
-    return op.CastLike(op.Where(low, reflected, upper), x)
-
-
-def _digamma(x: Any) -> Any:
-    """The derivative of :func:`_lgamma`, by the same series."""
-    op = _op()
-    wide = op.Cast(x, to=FLOAT64)
-    low = op.Less(wide, like(0.5, wide))
-    z = op.Where(low, op.Sub(like(1.0, wide), wide), wide)
-    raised = op.Reciprocal(z)
-    for k in range(1, SHIFT):
-        raised = op.Add(raised, op.Reciprocal(op.Add(z, like(float(k), z))))
-    t = op.Add(z, like(float(SHIFT), z))
-    inverse = op.Reciprocal(t)
-    square = op.Mul(inverse, inverse)
-    slopes = [number * (2 * k + 1) for k, number in enumerate(STIRLING)]
-    series = op.Mul(_polynomial(square, slopes[::-1]), square)
-    upper = op.Sub(op.Sub(op.Sub(op.Log(t), op.Mul(inverse, like(0.5, t))), series), raised)
-    angle = op.Mul(op.Where(low, wide, like(0.25, wide)), like(math.pi, wide))
-    reflected = op.Sub(upper, op.Div(op.Mul(like(math.pi, wide), op.Cos(angle)), op.Sin(angle)))
-    return op.CastLike(op.Where(low, reflected, upper), x)
+# Deviations -------------------------------------------------------------------------------------------------------------
 
 
 def _standard_deviation(x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False) -> Any:
@@ -405,8 +266,8 @@ def _standard_deviation_and_mean(
     x: Any, dim: Any = None, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Any, Any]:
     """By the norm of the differences, whose gradient is 0 where all are 0; that of a variance's root is infinite there."""
-    op = _op()
-    axes = [_axis(x, d) for d in dim] if dim else list(range(len(x.shape)))
+    op = opset()
+    axes = [axis_of(x, d) for d in dim] if dim else list(range(len(x.shape)))
     mean = op.ReduceMean(x, axes, keepdims=1)
     norm = op.ReduceL2(op.Sub(x, mean), axes, keepdims=int(keepdim))
     count = op.CastLike(op.Div(op.Size(x), op.Size(norm)), x)
@@ -419,14 +280,14 @@ def _standard_deviation_and_mean(
 
 def _uniform(shape: Any, low: float, high: float, dtype: int = 1, device: str = "", stride: Sequence[int] = ()) -> Any:
     del device, stride
-    op = _op()
+    op = opset()
     return op.RandomUniformLike(op.Expand(op.Constant(value_float=0.0), shape), low=low, high=high, dtype=dtype)
 
 
 def _permutation(n: Any, dtype: int = INT64, layout: str = "", device: str = "", pin_memory: bool = False) -> Any:
     """The order of as many random numbers."""
     del layout, device, pin_memory
-    op = _op()
+    op = opset()
     count = op.Reshape(n, op.Constant(value_ints=[-1]))
     return op.Cast(op.TopK(op.RandomUniformLike(op.Expand(op.Constant(value_float=0.0), count)), count, axis=0)[1], to=dtype)
 
@@ -436,7 +297,7 @@ def _permutation(n: Any, dtype: int = INT64, layout: str = "", device: str = "",
 
 def _norm(differences: Any, p: float) -> Any:
     """Of the last axis."""
-    op = _op()
+    op = opset()
     if p == 2:
         return op.ReduceL2(differences, [-1], keepdims=0)
     sizes = op.Abs(differences)
@@ -452,7 +313,7 @@ def _norm(differences: Any, p: float) -> Any:
 
 def _pdist(x: Any, p: float = 2.0) -> Any:
     """Of the pairs i < j of rows."""
-    op, rows = _op(), fixed_length(x, 0, "pdist")
+    op, rows = opset(), fixed_length(x, 0, "pdist")
     pairs = [(i, j) for i in range(rows) for j in range(i + 1, rows)]
     first, second = (op.Gather(x, op.Constant(value_ints=[pair[k] for pair in pairs]), axis=0) for k in (0, 1))
     return _norm(op.Sub(first, second), p)
@@ -460,5 +321,5 @@ def _pdist(x: Any, p: float = 2.0) -> Any:
 
 def _cdist(x: Any, y: Any, p: float = 2.0, compute_mode: int | None = None) -> Any:
     del compute_mode
-    op = _op()
+    op = opset()
     return _norm(op.Sub(op.Unsqueeze(x, [-2]), op.Unsqueeze(y, [-3])), p)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Optional
 
-from graphc.frontends.torch_operators import INT64, fixed_length, like, typed
+from graphc.frontends.torch.forms import INT64, fixed_length, like, opset, typed
 from graphc.ir.facts import FLOATS
 
 
@@ -31,12 +31,6 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     }
 
 
-def _op() -> Any:
-    from onnxscript import opset20
-
-    return opset20
-
-
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Reductions of PyTorch's losses."""
 
@@ -50,7 +44,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """With the smoothing of labels, and for probabilities as targets, which PyTorch's exporter both leaves out."""
-    op = _op()
+    op = opset()
     if target.dtype in FLOATS:
         return _cross_entropy_of_probabilities(x, target, weight, reduction, label_smoothing)
     if len(x.shape) == 1:
@@ -78,14 +72,14 @@ def _cross_entropy(
 
 def _over_classes(x: Any, terms: Any, weight: Any) -> Any:
     """The sum of ``terms``, weighted, over the classes of the scores ``x``."""
-    op, axis = _op(), min(1, len(x.shape) - 1)
+    op, axis = opset(), min(1, len(x.shape) - 1)
     if weight is not None:
         terms = op.Mul(terms, op.Reshape(weight, [-1 if k == axis else 1 for k in range(len(x.shape))]))
     return op.ReduceSum(terms, [axis], keepdims=0)
 
 
 def _cross_entropy_of_probabilities(x: Any, target: Any, weight: Any, reduction: int, label_smoothing: float) -> Any:
-    op, axis = _op(), min(1, len(x.shape) - 1)
+    op, axis = opset(), min(1, len(x.shape) - 1)
     if label_smoothing:
         share = label_smoothing / fixed_length(x, axis, "cross_entropy with label_smoothing")
         target = op.Add(op.Mul(target, like(1 - label_smoothing, target)), like(share, target))
@@ -93,7 +87,7 @@ def _cross_entropy_of_probabilities(x: Any, target: Any, weight: Any, reduction:
 
 
 def _reduced(losses: Any, reduction: int) -> Any:
-    op = _op()
+    op = opset()
     if reduction == _NONE:
         return op.Identity(losses)
     return (op.ReduceMean if reduction == _MEAN else op.ReduceSum)(losses, keepdims=0)
@@ -101,7 +95,7 @@ def _reduced(losses: Any, reduction: int) -> Any:
 
 def _multilabel_margin(x: Any, target: Any, reduction: int) -> Any:
     """Each label before the first negative one against each class that is none of them."""
-    op = _op()
+    op = opset()
     classes, zero = fixed_length(x, -1, "multilabel_margin_loss"), like(0.0, x)
     ended = op.CumSum(op.Cast(op.Less(target, op.Constant(value_int=0)), to=INT64), op.Constant(value_int=-1))
     counts = op.Equal(ended, op.Constant(value_int=0))

@@ -1,0 +1,49 @@
+"""What the ONNX forms of PyTorch's operators are written with."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+INT64, BOOL, FLOAT64 = 7, 9, 11
+
+
+def typed(function: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:
+    """A copy of ``function`` that says what its operands are: the exporter reads it from annotations that are types."""
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = kinds
+    return copy
+
+
+def opset() -> Any:
+    """The builders of ONNX operators that the exporter records."""
+    from onnxscript import opset20
+
+    return opset20  # its annotations allow no lists, which the exporter turns into constants
+
+
+def like(number: float, x: Any) -> Any:
+    """A number of the type of ``x``."""
+    op = opset()
+    return op.CastLike(op.Constant(value_float=number), x)
+
+
+def fixed_length(x: Any, axis: int, operator: str) -> int:
+    """The length of an axis.
+
+    Raises:
+        NotImplementedError: it is not known.
+    """
+    length = x.shape[axis]
+    if not isinstance(length, int):
+        raise NotImplementedError(f"{operator} along an axis of free length has no translation: fix the axis' length")
+    return length
+
+
+def axis_of(x: Any, dim: int) -> int:
+    """An axis from the front."""
+    return dim % max(1, len(x.shape))
