@@ -6,8 +6,8 @@
     after    y = GroupedMatMul(x, w, owner)                      # y[s] = x[s]·w[owner[s]]
 
 The first form has fixed shapes in ONNX and multiplies every row by every matrix; PyTorch's mixtures of experts come so
-(:mod:`graphc.frontends.torch.experts`). The second copies a matrix for every row. A backend with a kernel does neither; others
-compute the form that was found. An infinity or NaN in one matrix then stays in the rows that have that matrix. Products in 16
+(:mod:`graphc.frontends.torch_export.experts`). The second copies a matrix for every row. A backend with a kernel does neither;
+others compute the form that was found. An infinity or NaN in one matrix then stays in the rows that have that matrix. Products in 16
 bits stay as they are, and Gathers from more matrices than a mixture of experts has.
 """
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphc.frontends.torch.forms import FLOAT64, like, opset, typed
+from graphc.frontends.torch_export.forms import FLOAT64, like, opset, typed
 
 ERFINV_CENTRE = (
     2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-from graphc.frontends.torch.forms import like, opset, typed
+from graphc.frontends.torch_export.forms import like, opset, typed
 
 PARTS = {14: 1, 15: 11}
 """ONNX's numbers of the complex types → those of their parts, float32 and float64."""

@@ -26,8 +26,8 @@ import onnx_ir as ir
 from graphc.errors import MissingExtraError, ModelError, UsageError
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
-from graphc.frontends.torch import complex as complex_numbers
-from graphc.frontends.torch import experts, linalg, losses, operators, rnn, special
+from graphc.frontends.torch_export import complex as complex_numbers
+from graphc.frontends.torch_export import experts, linalg, losses, operators, rnn, special
 from graphc.ir.builder import Builder
 from graphc.ir.exporter_records import padding_row
 from graphc.ir.facts import FLOATS
@@ -112,7 +112,7 @@ def _exported(
     exporters: Mapping[str, Callable[..., ir.Model]],
 ) -> ir.Model:
     """What :func:`export` returns; no other thread may export, or change the module, meanwhile."""
-    from graphc.frontends.torch.batches import FixedBatchError, enlarged
+    from graphc.frontends.torch_export.batches import FixedBatchError, enlarged
 
     _refuse_projections(module)
     names, tensors = _bind(module, example_inputs)
@@ -292,7 +292,7 @@ def _with_dynamo(
 ) -> ir.Model:
     import torch
 
-    from graphc.frontends.torch import batches
+    from graphc.frontends.torch_export import batches
 
     settings: dict[str, Any] = {
         "dynamo": True,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.frontends.torch.forms import fixed_length, like, opset, typed
+from graphc.frontends.torch_export.forms import fixed_length, like, opset, typed
 
 MOST = 48
 """Rows of a matrix that is written out, at most: some forty nodes for each, which take five seconds to export, compile and

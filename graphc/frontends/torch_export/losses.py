@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Optional
 
-from graphc.frontends.torch.forms import INT64, fixed_length, like, opset, typed
+from graphc.frontends.torch_export.forms import INT64, fixed_length, like, opset, typed
 from graphc.ir.facts import FLOATS
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-from graphc.frontends.torch.forms import BOOL, INT64, axis_of, fixed_length, like, opset, typed
+from graphc.frontends.torch_export.forms import BOOL, INT64, axis_of, fixed_length, like, opset, typed
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -1,0 +1,1 @@
+"""What PyTorch's exporter lacks: captures for batches of any size, and ONNX forms of operators."""
