@@ -7,8 +7,8 @@
 
 The first form has fixed shapes in ONNX and multiplies every row by every matrix; PyTorch's mixtures of experts come so
 (:mod:`graphc.frontends.torch_export.experts`). The second copies a matrix for every row. A backend with a kernel does neither;
-others compute the form that was found. An infinity or NaN in one matrix then stays in the rows that have that matrix. Products in 16
-bits stay as they are, and Gathers from more matrices than a mixture of experts has.
+others compute the form that was found. An infinity or NaN in one matrix then stays in the rows that have that matrix. Products
+in 16 bits stay as they are, and Gathers from more matrices than a mixture of experts has.
 """
 
 from __future__ import annotations
