@@ -119,13 +119,28 @@ def where(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     return None, lambda: op.Where(c, dz, zero), lambda: op.Where(c, zero, dz)
 
 
+def _number(value: ir.Value | None) -> float | None:
+    """What a scalar holds, if it is a constant, or a constant of another type."""
+    node = value.producer() if value is not None else None
+    if node is not None and node.op_type in ("Cast", "CastLike"):
+        return _number(node.inputs[0])
+    known = constant(value) if value is not None else None
+    return float(known.item()) if known is not None and known.size == 1 else None
+
+
 @gradient("Clip")
 def clip(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
-    """z = min(max(x, low), high);  ∂x = dz where low ≤ x ≤ high,  ∂low = dz where x < low ≤ high,  ∂high = dz elsewhere"""
+    """z = min(max(x, low), high);  ∂x = dz where low ≤ x ≤ high,  ∂low = dz where x < low ≤ high,  ∂high = dz elsewhere
+
+    A bound itself has the gradient, as in PyTorch's clamp; but not where the bounds are 0 and 6: these files write for ReLU6.
+    """
     x, low, high = (*node.inputs, None, None)[:3]
     zero = op.scalar(0, dz)
+    relu6 = (_number(low), _number(high)) == (0, 6)
 
     def inside() -> Any:
+        if relu6:
+            return op.Where(op.And(op.Greater(x, low), op.Less(x, high)), dz, zero)
         tests = [op.GreaterOrEqual(x, low)] if low is not None else []
         tests += [op.LessOrEqual(x, high)] if high is not None else []
         if not tests:

@@ -16,6 +16,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, unknown_rank
 from graphc.ir.operand_shapes import covered_once
 from graphc.ir.signatures import index_operands
+from graphc.passes.legalize.logarithms import stable_logarithm
 from graphc.passes.parameters.promote import constant_tensor
 
 _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv", "DeformConv"})
@@ -63,6 +64,9 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
         return [_space_to_depth(op, node)]
     elif node.op_type == "Swish":
         return [_swish(op, node)]
+    elif node.op_type == "Log":
+        stable = stable_logarithm(op, node)
+        return None if stable is None else [stable]
     elif node.op_type == "GlobalLpPool":
         return [_global_lp_pool(op, node)]
     elif node.op_type == "Resize" and "axes" in node.attributes and dims(_first(node)) is not None:

@@ -6,6 +6,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
+
 INT64, BOOL, FLOAT64 = 7, 9, 11
 
 
@@ -29,7 +32,7 @@ def opset() -> Any:
 def like(number: float, x: Any) -> Any:
     """A number of the type of ``x``."""
     op = opset()
-    return op.CastLike(op.Constant(value_float=number), x)
+    return op.CastLike(op.Constant(value=ir.tensor(np.float64(number))), x)
 
 
 def fixed_length(x: Any, axis: int, operator: str) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 from graphc.frontends.torch_export.forms import BOOL, INT64, axis_of, fixed_length, like, opset, typed
+from graphc.frontends.torch_export.special import log_add_exp
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -51,6 +52,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.upsample_bilinear2d.vec, _linear_upsampling, resized),
         (aten.upsample_trilinear3d.vec, _linear_upsampling, resized),
         (aten.cumprod.default, _cumprod, {"x": X, "dim": int, "dtype": maybe}),
+        (aten.logcumsumexp.default, _log_cumsum_exp, {"x": X, "dim": int}),
         (aten.cummax.default, _running_extreme("Greater", -math.inf), {"x": X, "dim": int}),
         (aten.cummin.default, _running_extreme("Less", math.inf), {"x": X, "dim": int}),
         (aten.kthvalue.default, _kth_value, {"x": X, "k": int, **numbers}),
@@ -188,6 +190,19 @@ def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
     length, y = fixed_length(x, axis, "cumprod"), x
     while by < length:
         y = op.Mul(y, _shifted(y, by, axis, like(1.0, x)))
+        by *= 2
+    return op.Identity(y)
+
+
+def _log_cumsum_exp(x: Any, dim: int) -> Any:
+    """The exporter takes the maximum of the line off, of which small numbers in front of it leave nothing."""
+    op = opset()
+    if len(x.shape) == 0:
+        return op.Identity(x)
+    axis, by = axis_of(x, dim), 1
+    length, y = fixed_length(x, axis, "logcumsumexp"), x
+    while by < length:
+        y = log_add_exp(y, _shifted(y, by, axis, like(-1e30, x)))
         by *= 2
     return op.Identity(y)
 

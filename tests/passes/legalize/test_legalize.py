@@ -460,3 +460,37 @@ def test_a_saved_training_graph_stays_as_it_is() -> None:
     again = legal(load(ir.to_proto(model)))
     assert Counter(n.op_type for n in again.graph) == Counter(n.op_type for n in model.graph)
     assert set(again.graph.initializers) == set(model.graph.initializers)
+
+
+# Logarithms -------------------------------------------------------------------------------------------------------------
+
+LOGARITHMS = {
+    "log_sigmoid": ("p = Sigmoid (x) y = Log (p)", lambda x: -np.logaddexp(0, -x)),
+    "log_one_minus_sigmoid": (
+        "one = Constant <value_floats = [1.0]> () p = Sigmoid (x) q = Sub (one, p) y = Log (q)",
+        lambda x: -np.logaddexp(0, x),
+    ),
+    "log_softmax": (
+        "p = Softmax <axis = 1> (x) y = Log (p)",
+        lambda x: x - np.logaddexp.reduce(x, axis=1, keepdims=True),
+    ),
+    "softplus": (
+        "one = Constant <value_float = 1.0> () e = Exp (x) s = Add (one, e) y = Log (s)",
+        lambda x: np.logaddexp(0, x),
+    ),
+    "logaddexp": (
+        "two = Constant <value_float = 2.0> () t = Mul (x, two) e = Exp (x) f = Exp (t) s = Add (e, f) y = Log (s)",
+        lambda x: np.logaddexp(x, 2 * x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGARITHMS)
+def test_logarithms_of_small_and_of_large_numbers_are_finite(name: str) -> None:
+    body, exact = LOGARITHMS[name]
+    model = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["" : 18]> agraph (float[N, 6] x) => (float[N, 6] y) {{ {body} }}'
+    )
+    x = np.array([[-300, -90, -17, 17, 90, 300], [-1, -1e-3, 0, 1e-3, 1, 0.5]], np.float32)
+    (have,) = run(legal(load(model)), {"x": x})
+    np.testing.assert_allclose(have, exact(x.astype(np.float64)), rtol=1e-5, atol=1e-7)
