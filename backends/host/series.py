@@ -1,8 +1,7 @@
 """Elementary functions of float32 as sums of few terms, in LLVM instructions that work on vectors too.
 
-eˣ, log, circular and hyperbolic functions and their inverses as in Cephes (S. Moshier), erf as by N. Juffa, log1p as by
-W. Kahan, Φ as in Abramowitz and Stegun. Errors are below 1e-6 of the value; of sines and cosines beyond 2⁴⁵ they are absolute,
-below 4e-10.
+eˣ, log, circular and hyperbolic functions and their inverses as in Cephes (S. Moshier), erf as by N. Juffa, Φ as in Abramowitz
+and Stegun. Errors are below 1e-6 of the value; of sines and cosines beyond 2⁴⁵ they are absolute, below 4e-10.
 """
 
 from __future__ import annotations
@@ -89,18 +88,20 @@ def _exp(f: Float, x: Any) -> Any:
     return p
 
 
-def _log(f: Float, x: Any) -> Any:
-    """Mantissa in [√½, √2) and exponent by bits, then Cephes' polynomial."""
+_ROOT_HALF = 0x3F3504F3  # the bits of the largest float32 below √½
+
+
+def _mantissa(f: Float, x: Any) -> tuple[Any, Any]:
+    """(m, e) with x = m·2ᵉ and m in [√½, √2), by bits."""
     build = f.build
-    small = build.fcmp_ordered("<", x, f.number(1.17549435e-38))
-    scaled = build.select(small, f.mul(x, 8388608.0), x)
-    bits = build.bitcast(scaled, I32)
-    shifted = build.sub(bits, ll.Constant(I32, 0x3F3504F3))
-    exponent = build.ashr(shifted, ll.Constant(I32, 23))
-    mantissa = build.bitcast(build.add(build.and_(shifted, ll.Constant(I32, 0x007FFFFF)), ll.Constant(I32, 0x3F3504F3)), F32)
-    e = build.sitofp(exponent, F32)
-    e = build.select(small, f.add(e, -23.0), e)
-    m = f.add(mantissa, -1.0)
+    shifted = build.sub(build.bitcast(x, I32), ll.Constant(I32, _ROOT_HALF))
+    bits = build.add(build.and_(shifted, ll.Constant(I32, 0x007FFFFF)), ll.Constant(I32, _ROOT_HALF))
+    return build.bitcast(bits, F32), build.ashr(shifted, ll.Constant(I32, 23))
+
+
+def _log_of(f: Float, x: Any, m: Any, e: Any) -> Any:
+    """log((1 + m)·2ᵉ), which is log x, by Cephes' polynomial; and what it is of zero, of infinity and of what has none."""
+    build = f.build
     z = f.mul(m, m)
     p = f.polynomial(
         m, 7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
@@ -115,6 +116,14 @@ def _log(f: Float, x: Any) -> Any:
     return build.select(
         build.fcmp_ordered("==", x, f.number(float("inf"))), x, build.select(build.fcmp_unordered("uno", x, x), x, result)
     )
+
+
+def _log(f: Float, x: Any) -> Any:
+    build = f.build
+    small = build.fcmp_ordered("<", x, f.number(1.17549435e-38))
+    mantissa, exponent = _mantissa(f, build.select(small, f.mul(x, 8388608.0), x))
+    e = build.sitofp(exponent, F32)
+    return _log_of(f, x, f.add(mantissa, -1.0), build.select(small, f.add(e, -23.0), e))
 
 
 def _erf(f: Float, x: Any) -> Any:
@@ -149,14 +158,14 @@ def _tanh(f: Float, x: Any) -> Any:
 
 
 def _log1p(f: Float, x: Any) -> Any:
-    """log(1 + x) corrected by the digits that the sum has lost (W. Kahan)."""
+    """The mantissa of 1 + x less 1 is x·2⁻ᵉ + (2⁻ᵉ - 1), which has the digits of x that the sum has lost."""
     build = f.build
     u = f.add(x, 1.0)
-    lost = f.add(u, -1.0)
-    exact = build.fcmp_ordered("==", lost, f.number(0.0))
-    ratio = build.fdiv(x, build.select(exact, f.number(1.0), lost))
-    same = build.fcmp_ordered("==", u, f.number(float("inf")))
-    return build.select(build.or_(exact, same), x, f.mul(f.call("logf", u), ratio))
+    mantissa, exponent = _mantissa(f, u)
+    scale = build.bitcast(build.sub(ll.Constant(I32, 0x3F800000), build.shl(exponent, ll.Constant(I32, 23))), F32)
+    large = build.fcmp_ordered(">", u, f.number(1e9))  # which loses nothing; 2⁻ᵉ may not be a normal number
+    m = build.select(large, f.add(mantissa, -1.0), f.fma(x, scale, f.add(scale, -1.0)))
+    return _log_of(f, u, m, build.sitofp(exponent, F32))
 
 
 def _exp2(f: Float, x: Any) -> Any:

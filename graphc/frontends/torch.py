@@ -314,7 +314,8 @@ def _with_dynamo(
                 program = _translated(captured, settings)
                 break
             except Exception as error:  # of the module, of the capture or of the translation
-                failures.append(error)
+                number = batched and "Unsupported attribute type" in str(error)
+                failures.append(batches.FixedBatchError(" (an attribute of an operator)") if number else error)
         else:
             raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])
     model: ir.Model = program.model

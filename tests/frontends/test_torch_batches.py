@@ -57,6 +57,13 @@ def masked(encoder: Any, a: Any, b: Any) -> Any:
     return (encoder(a) * mask + encoder(b) * ~mask).pow(2).mean()
 
 
+def dynamic_filters(encoder: Any, a: Any, b: Any) -> Any:
+    """A convolution of each sample with filters of its own: as many groups as samples."""
+    filters, images = encoder(a).reshape(-1, 2, 1, 3), b.reshape(1, -1, 2, 4)
+    rows = F.conv2d(images.reshape(1, -1, 2, 4), filters.reshape(-1, 1, 1, 3), padding=(0, 1), groups=images.shape[1])
+    return rows.reshape(-1, 2, 2, 4).pow(2).mean()
+
+
 ANY_SIZE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "chunk": lambda encoder, a, b: difference(*torch.chunk(encoder(torch.cat([a, b])), 2)),
     "chunk of one batch": lambda encoder, a, b: difference(*(part.mean(0, keepdim=True) for part in encoder(a + b).chunk(2))),
@@ -72,6 +79,8 @@ ANY_SIZE: dict[str, Callable[[Any, Any, Any], Any]] = {
         (encoder(a) * torch.linspace(1, 3, a.shape[0], device=a.device)[:, None] + encoder(b)).pow(2).mean()
     ),
     "take_along_dim": lambda encoder, a, b: torch.take_along_dim(encoder(a), b[:, :3].argsort(1), 1).pow(2).mean(),
+    "dynamic filters": dynamic_filters,
+    "variances": lambda encoder, a, b: F.gaussian_nll_loss(encoder(a), b[:, :6], encoder(b).abs(), eps=0.3),
     "covariance": lambda encoder, a, b: (torch.cov(encoder(a).T) * encoder(b).T.corrcoef()).pow(2).mean(),
     "losses of samples": lambda encoder, a, b: F.cross_entropy(encoder(a), b.argmax(1) % 6, reduction="none").sum() / len(b),
     "distribution": lambda encoder, a, b: -torch.distributions.StudentT(3.0, encoder(a)).log_prob(b[:, :6]).mean(),
@@ -160,6 +169,19 @@ def test_a_batch_that_is_a_number_stays_one() -> None:
         trained(Pairs(sample_by_sample), 4, 6, batch="N")
 
 
+def test_groups_of_samples_that_no_form_takes_are_of_one_number() -> None:
+    """ONNX has the number of groups in an attribute; of convolutions over images only there is a form without."""
+
+    class PerSample(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            kernels = x.mean(2).reshape(x.shape[0] * x.shape[1], 1, 1).expand(-1, x.shape[1], 3)
+            return F.conv1d(x.reshape(1, -1, x.shape[2]), kernels, groups=x.shape[0])
+
+    with pytest.warns(UserWarning, match="batches of 3 only.*an attribute"):
+        model = graphc.frontends.export(PerSample(), torch.ones(3, 2, 8))
+    assert model.graph.inputs[0].shape[0] == 3
+
+
 def test_a_decision_by_the_size_is_told() -> None:
     def warm(encoder: Any, a: Any, b: Any) -> Any:
         return encoder(a).mean() * (2 if a.shape[0] < 20 else 1) + b.mean()
@@ -173,13 +195,12 @@ def test_a_decision_by_the_size_is_told() -> None:
 def test_the_exporters_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Where they fail, they write a whole graph to the descriptor of standard output, and log what they raise."""
 
-    class PerSample(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class Orthogonal(torch.nn.Module):  # type: ignore[misc, name-defined]
         def forward(self, x: Any) -> Any:
-            kernels = x.mean(2).reshape(x.shape[0] * x.shape[1], 1, 1).expand(-1, x.shape[1], 3)
-            return F.conv1d(x.reshape(1, -1, x.shape[2]), kernels, groups=x.shape[0])
+            return torch.linalg.qr(x)[0]
 
     with pytest.raises(ModelError, match="cannot be exported"):
-        graphc.frontends.export(PerSample(), torch.ones(3, 2, 8))
+        graphc.frontends.export(Orthogonal(), torch.ones(3, 8, 2))
     with pytest.warns(UserWarning, match="batches of 3 only"):
         graphc.frontends.export(Pairs(sample_by_sample), (torch.ones(3, 8), torch.ones(3, 8)))
     assert capfd.readouterr() == ("", "")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,21 @@ def _loss_of_each_sample(function: Callable[..., torch.Tensor]) -> Callable[...,
     return form
 
 
+def _gaussian_nll_loss(
+    input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> torch.Tensor | None:
+    """Asks not whether a variance is negative. One below ``eps`` counts as ``eps``, and has the gradient all the same: PyTorch
+    raises it outside of the recorded operations.
+    """
+    if not isinstance(var, torch.Tensor) or reduction not in ("none", "mean", "sum"):
+        return None
+    var = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
     if not isinstance(steps, torch.SymInt) or not all(isinstance(v, (int, float)) for v in (start, end)) or "out" in options:
         return None
@@ -114,9 +130,37 @@ def _batch_norm(input: torch.Tensor, running_mean: Any, running_var: Any, *args:
     return torch.native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
 
 
+def _convolution_of_samples(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: Any = 1,
+) -> torch.Tensor | None:
+    """One group a sample, each with filters of its own, as in dynamic convolutions: products of their windows. ONNX has groups
+    of a known number only.
+    """
+    if not isinstance(groups, torch.SymInt) or isinstance(padding, str) or not isinstance(input.shape[0], int):
+        return None
+    pairs = [value if isinstance(value, (tuple, list)) else (value, value) for value in (stride, padding, dilation)]
+    (stride, padding, dilation), kernel = pairs, weight.shape[2:]
+    sizes = [
+        (size + 2 * padding[k] - dilation[k] * (kernel[k] - 1) - 1) // stride[k] + 1 for k, size in enumerate(input.shape[2:])
+    ]
+    samples = input.reshape(groups, weight.shape[1], *input.shape[2:])
+    windows = torch.nn.functional.unfold(samples, kernel, dilation, padding, stride)
+    filters = weight.reshape(groups, weight.shape[0] // groups, windows.shape[1])
+    result = torch.bmm(filters, windows).reshape(1, weight.shape[0], *sizes)
+    return result if bias is None else result + bias[:, None, None]
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.batch_norm: _batch_norm,
+    torch.conv2d: _convolution_of_samples,
     torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
+    torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
     torch.nn.functional.nll_loss: _loss_of_each_sample(torch.nn.functional.nll_loss),
     torch.cdist: _cdist,
     torch.corrcoef: _corrcoef,
