@@ -84,7 +84,7 @@ def compile_segment(model: onnx.ModelProto, least: int = 1) -> SegmentCode:
         LanguageError: nothing of it can be compiled, or it is too little.
     """
     refused: set[str] = set()
-    least = 1 if _holds_single_numbers(model) else least
+    least = 1 if _holds_single_numbers(model) or _holds_a_sigmoid(model) else least
     while True:
         try:
             return _Segment(model, least, refused).code()
@@ -219,6 +219,13 @@ _ALWAYS = frozenset({"Add", "Sub", "Mul", "Div", "Reshape", "Transpose", "Squeez
 _TYPES = frozenset(
     {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.UINT8}
 )
+
+
+def _holds_a_sigmoid(model: onnx.ModelProto) -> bool:
+    """Of a few numbers, too, it is not left to onnxruntime, whose sigmoid is 0 below -18, and at -5 off by 1e-5 of its value: a
+    ranking loss such as ``log(sigmoid(x) + 1e-10)`` then has no gradient where it is most wrong.
+    """
+    return any(node.op_type == "Sigmoid" and not node.domain for node in model.graph.node)
 
 
 def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:

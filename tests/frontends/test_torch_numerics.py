@@ -40,6 +40,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any]] = {
         ),
         WIDE,
     ),
+    "sigmoid": (torch.sigmoid, WIDE),
+    "a ranking loss": (lambda x: -torch.log(torch.sigmoid(x) + 1e-10), WIDE),
     "logaddexp": (lambda x: torch.logaddexp(x, other(x)), WIDE),
     "logaddexp of equal numbers": (lambda x: torch.logaddexp(x, 2 * x - x.detach()), WIDE),
     "logaddexp2": (lambda x: torch.logaddexp2(x, other(x)), WIDE),
@@ -50,7 +52,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "sinc": (torch.sinc, MILD),
     "erfc": (torch.erfc, MILD.clamp(-9, 5)),
     "erfcx": (torch.special.erfcx, MILD.clamp(-5, 9)),
-    "erfcx of large numbers": (torch.special.erfcx, POSITIVE),
+    "erfcx of large numbers": (torch.special.erfcx, POSITIVE[:-2]),
     "log_ndtr": (torch.special.log_ndtr, MILD),
     "log_ndtr far down": (torch.special.log_ndtr, WIDE.clamp(max=5)),
     "clamp": (lambda x: x.clamp(-1, 1), TIES),
@@ -101,7 +103,7 @@ def computed() -> dict[str, tuple[Any, ...]]:
 def test_values_and_slopes_are_those_of_double_precision(name: str) -> None:
     value, slope, of_value, of_slope, exact_value, exact_slope = computed()[name]
     for have, theirs, exact in ((value, of_value, exact_value), (slope, of_slope, exact_slope)):
-        allowed = 2e-5 * np.abs(exact) + 10 * np.abs(theirs - exact) + 3e-9  # below, onnxruntime's sigmoid is 0
+        allowed = 2e-5 * np.abs(exact) + 10 * np.abs(theirs - exact) + 1e-30
         assert np.all((np.abs(have - exact) <= allowed) | (have == theirs)), (CASES[name][1], have, exact)
 
 
