@@ -54,5 +54,5 @@ def _is_one(value: ir.Value | None, node: ir.Node) -> bool:
     known = constant(cast.inputs[0] if cast is not None else value)
     if known is None or known.size != 1 or not (known == 1).all():
         return False
-    shapes = [dims(operand) for operand in node.inputs if operand is not value]
+    shapes = [dims(operand) for operand in node.inputs if operand is not None and operand is not value]
     return known.ndim == 0 or all(shape is not None and len(shape) >= known.ndim for shape in shapes)

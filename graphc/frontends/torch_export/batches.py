@@ -84,9 +84,9 @@ def _gaussian_nll_loss(
         return None
     var = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
     var = var + (var.clamp(min=eps) - var).detach()
-    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss: torch.Tensor = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
-    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+    return {"none": loss, "mean": loss.mean(), "sum": loss.sum()}[reduction]
 
 
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
