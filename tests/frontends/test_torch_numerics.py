@@ -64,6 +64,30 @@ CASES: dict[str, tuple[Callable[[Any], Any], Any]] = {
 }
 
 
+class Probabilities(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Some are exactly 0 or 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Any, y: Any) -> Any:
+        chances = torch.sigmoid(x * self.scale)
+        return F.binary_cross_entropy(chances, y) + (x[:, :1] * 0 * self.scale).norm(p=3) + torch.arange(1, 4.0).mean()
+
+
+def test_probabilities_of_zero_and_one_have_a_finite_loss() -> None:
+    module, x, y = Probabilities(), torch.tensor([[-200.0, -20, -1, 0, 1, 20, 200]]).T.repeat(1, 2), torch.ones(7, 2)
+    y[:, 0] = 0
+    loss = module(x, y)
+    loss.backward()
+    program = graphc.compile(module, example_inputs=(x, y), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=1.0))
+    with graphc.Trainer(program) as trainer:
+        np.testing.assert_allclose(trainer.step({"x": x.numpy(), "y": y.numpy()})["loss"], loss.item(), rtol=1e-6)
+        slope = 1.0 - trainer.trained_values()["scale"]
+    np.testing.assert_allclose(slope, module.scale.grad.numpy(), rtol=1e-5)
+
+
 class Each(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Every function of its numbers. The gradients of two zeros tell all: of what is added the slope, of a factor the value."""
 

@@ -80,13 +80,46 @@ def _gaussian_nll_loss(
     """Asks not whether a variance is negative. One below ``eps`` counts as ``eps``, and has the gradient all the same: PyTorch
     raises it outside of the recorded operations.
     """
-    if not isinstance(var, torch.Tensor) or reduction not in ("none", "mean", "sum"):
+    if not isinstance(var, torch.Tensor):
         return None
     var = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
     var = var + (var.clamp(min=eps) - var).detach()
     loss: torch.Tensor = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
-    return {"none": loss, "mean": loss.mean(), "sum": loss.sum()}[reduction]
+    return _reduced(loss, reduction)
+
+
+def _binary_cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor | None:
+    """Where a probability is exactly 0 or 1, as a sigmoid of 17 is, PyTorch takes -100 for the logarithm and knows a slope. In
+    the form of the exporter the slope of a logarithm of zero is no number.
+    """
+    if size_average is not None or reduce is not None or input.dim() != target.dim():
+        return None
+
+    def logarithm(chance: torch.Tensor) -> torch.Tensor:
+        possible = chance > 0
+        return torch.where(possible, torch.where(possible, chance, 1.0).log().clamp(min=-100.0), -100.0)
+
+    loss = -(target * logarithm(input) + (1 - target) * logarithm(1 - input))
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor | None:
+    return {"none": loss, "mean": loss.mean(), "sum": loss.sum()}.get(reduction)
+
+
+def _arange(*bounds: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
+    """Bounds of which some are whole and others are not: the exporter writes a Range of several types."""
+    if dtype is not None or not any(isinstance(b, float) for b in bounds) or all(isinstance(b, float) for b in bounds):
+        return None
+    return torch.arange(*map(float, bounds), **options) if all(isinstance(b, (int, float)) for b in bounds) else None
 
 
 def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
@@ -160,8 +193,10 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.batch_norm: _batch_norm,
     torch.conv2d: _convolution_of_samples,
     torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
+    torch.nn.functional.binary_cross_entropy: _binary_cross_entropy,
     torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
     torch.nn.functional.nll_loss: _loss_of_each_sample(torch.nn.functional.nll_loss),
+    torch.arange: _arange,
     torch.cdist: _cdist,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,

@@ -67,6 +67,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
             _uniform,
             {"shape": I, "low": float, "high": float, "dtype": int, "device": str, "stride": lists},
         ),
+        (
+            aten.linalg_vector_norm.default,
+            _vector_norm,
+            {"x": X, "ord": float, "dim": Sequence[int] | None, "keepdim": bool, "dtype": int},
+        ),
         (aten._pdist_forward.default, _pdist, {"x": X, "p": float}),
         (aten._cdist_forward.default, _cdist, {"x": X, "y": X, "p": float, "compute_mode": maybe}),
     ]
@@ -322,8 +327,31 @@ def _norm(differences: Any, p: float) -> Any:
         return op.ReduceSum(sizes, [-1], keepdims=0)
     if p == math.inf:
         return op.ReduceMax(sizes, [-1], keepdims=0)
-    sums = op.ReduceSum(op.Pow(sizes, like(p, sizes)), [-1], keepdims=0)
-    return op.Pow(sums, like(1 / p, sizes))
+    return _root_of_powers(sizes, p, [-1], 0)
+
+
+def _root_of_powers(sizes: Any, p: float, axes: Any, keepdims: int) -> Any:
+    """(Σ sizeᵖ)^(1/p); where all sizes are 0, its slope is 0 too."""
+    op, zero, one = opset(), like(0.0, sizes), like(1.0, sizes)
+    powers = op.Pow(sizes, like(p, sizes))
+    if 0 < p < 1:
+        none = op.Equal(sizes, zero)
+        powers = op.Where(none, zero, op.Pow(op.Where(none, one, sizes), like(p, sizes)))
+    sums = op.ReduceSum(powers, axes, keepdims=keepdims)
+    empty = op.Equal(sums, zero)
+    return op.Where(empty, zero, op.Pow(op.Where(empty, one, sums), like(1 / p, sizes)))
+
+
+def _vector_norm(x: Any, ord: float = 2.0, dim: Any = None, keepdim: bool = False, dtype: int = -1) -> Any:
+    from onnxscript.function_libs.torch_lib.ops import linalg
+
+    if ord <= 0 or ord in (1, 2) or math.isinf(ord):
+        return linalg.aten_linalg_vector_norm(x, ord, dim, keepdim, dtype)
+    op = opset()
+    x = x if dtype is None or dtype < 0 else op.Cast(x, to=dtype)
+    if dim is None:
+        return _root_of_powers(op.Reshape(op.Abs(x), [-1]), ord, [0], 0)
+    return _root_of_powers(op.Abs(x), ord, op.Reshape(dim, [-1]), int(keepdim))
 
 
 def _pdist(x: Any, p: float = 2.0) -> Any:
