@@ -81,6 +81,7 @@ class OpKernel:
         neighbours: each element reads several operand elements, so the operands are written to memory, not computed repeatedly.
         picks: the elements of operand 0 that the result holds are found by indices, operand 1.
         work: operations per element, by which grouping weighs recomputing a value against reading it.
+        exact: a runtime's own kernel of the op loses digits, so that a few numbers, too, are computed by this record.
         instructions: C function that only this op calls → its instructions, for predictions.
         epilogue: its form in a matrix product.
         decomposition: the op expressed in simpler ops.
@@ -98,6 +99,7 @@ class OpKernel:
     neighbours: bool = False
     picks: bool = False
     work: int = 1
+    exact: bool = False
     instructions: Mapping[str, int] = field(default_factory=dict)
     epilogue: Epilogue | None = None
     decomposition: Decomposition | None = None
@@ -142,7 +144,7 @@ OP_KERNELS: dict[str, OpKernel] = {
     "BitwiseNot": OpKernel(lambda a, node, dtype: f"(~{a[0]})"), "BitShift": OpKernel(e.bit_shift),
     "IsNaN": OpKernel(lambda a, node, dtype: f"({a[0]} != {a[0]})"), "IsInf": OpKernel(e.is_infinite),
     # Activations and their gradients
-    "Sigmoid": OpKernel(e.sigmoid, work=6), "Softplus": OpKernel(e.softplus), "Softsign": OpKernel(e.softsign),
+    "Sigmoid": OpKernel(e.sigmoid, work=6, exact=True), "Softplus": OpKernel(e.softplus), "Softsign": OpKernel(e.softsign),
     "Relu": OpKernel(e.relu, epilogue=Epilogue("relu", signs=True)),
     "graphc::ReluGrad": OpKernel(epilogue=Epilogue("relu_grad", gradient=True, signs=True)),
     "Gelu": OpKernel(e.gelu, work=12, instructions={"gelu": 17}, epilogue=Epilogue("gelu", exact=is_tanh_form)),

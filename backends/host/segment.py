@@ -21,7 +21,7 @@ from graphc.backends.fusion.graph_queries import operands, results, sweep
 from graphc.backends.fusion.grouping import group, in_place_of
 from graphc.backends.fusion.groups import FusedKernel
 from graphc.backends.fusion.kernel_source import KernelSource
-from graphc.backends.fusion.op_kernels import ARITHMETIC, is_expression, op_kernel
+from graphc.backends.fusion.op_kernels import ARITHMETIC, OP_KERNELS, is_expression, op_kernel
 from graphc.backends.fusion.rules import losses, normalisation, signals
 from graphc.backends.fusion.rules.decompose import take_apart
 from graphc.backends.host.compiler import HostKernel, compiler
@@ -84,7 +84,7 @@ def compile_segment(model: onnx.ModelProto, least: int = 1) -> SegmentCode:
         LanguageError: nothing of it can be compiled, or it is too little.
     """
     refused: set[str] = set()
-    least = 1 if _holds_single_numbers(model) or _holds_a_sigmoid(model) else least
+    least = 1 if _holds_single_numbers(model) or _holds_an_exact_op(model) else least
     while True:
         try:
             return _Segment(model, least, refused).code()
@@ -221,11 +221,12 @@ _TYPES = frozenset(
 )
 
 
-def _holds_a_sigmoid(model: onnx.ModelProto) -> bool:
-    """Of a few numbers, too, it is not left to onnxruntime, whose sigmoid is 0 below -18, and at -5 off by 1e-5 of its value: a
-    ranking loss such as ``log(sigmoid(x) + 1e-10)`` then has no gradient where it is most wrong.
+def _holds_an_exact_op(model: onnx.ModelProto) -> bool:
+    """Whether onnxruntime is kept from an op of a few numbers, too. Its sigmoid is 0 below -18, and at -5 off by 1e-5 of its
+    value: a ranking loss ``log(sigmoid(x) + 1e-10)`` then has no gradient where it is most wrong.
     """
-    return any(node.op_type == "Sigmoid" and not node.domain for node in model.graph.node)
+    records = (OP_KERNELS.get(key_of(node.domain, node.op_type)) for node in model.graph.node)
+    return any(found is not None and found.exact for found in records)
 
 
 def _prepared(model: onnx.ModelProto, least: int) -> ir.Graph:

@@ -210,7 +210,7 @@ def test_what_cannot_be_exported() -> None:
             return nn.functional.conv1d(x.reshape(1, -1, size), kernels, groups=batch)
 
     with pytest.raises(ModelError, match=r"batches of 3 only: graphc\.frontends\.export\(.*dynamic_batch=False"):
-        export(PerSample(), torch.ones(3, 2, 8))
+        export(PerSample(), torch.ones(3, 2, 8), exporter="torchscript")
     assert [node.op_type for node in export(PerSample(), torch.ones(3, 2, 8), dynamic_batch=False).graph][-1] == "Conv"
     with pytest.raises(ModelError, match=r"'0' has proj_size=4, and ONNX has no LSTM with projections: use proj_size=0"):
         export(nn.Sequential(nn.LSTM(6, 8, proj_size=4)), torch.ones(3, 2, 6))
