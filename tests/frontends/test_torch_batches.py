@@ -81,6 +81,7 @@ ANY_SIZE: dict[str, Callable[[Any, Any, Any], Any]] = {
     "take_along_dim": lambda encoder, a, b: torch.take_along_dim(encoder(a), b[:, :3].argsort(1), 1).pow(2).mean(),
     "dynamic filters": dynamic_filters,
     "variances": lambda encoder, a, b: F.gaussian_nll_loss(encoder(a), b[:, :6], encoder(b).abs(), eps=0.3),
+    "log of running sums": lambda encoder, a, b: torch.logcumsumexp(encoder(a) - encoder(b), 0).mean(),
     "covariance": lambda encoder, a, b: (torch.cov(encoder(a).T) * encoder(b).T.corrcoef()).pow(2).mean(),
     "losses of samples": lambda encoder, a, b: F.cross_entropy(encoder(a), b.argmax(1) % 6, reduction="none").sum() / len(b),
     "distribution": lambda encoder, a, b: -torch.distributions.StudentT(3.0, encoder(a)).log_prob(b[:, :6]).mean(),

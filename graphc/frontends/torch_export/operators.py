@@ -200,12 +200,18 @@ def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
 
 
 def _log_cumsum_exp(x: Any, dim: int) -> Any:
-    """The exporter takes the maximum of the line off, of which small numbers in front of it leave nothing."""
+    """The exporter takes the maximum of the line off, which leaves nothing of small numbers in front of it; so do lines of a free
+    length here.
+    """
+    from onnxscript.function_libs.torch_lib.ops import core
+
     op = opset()
     if len(x.shape) == 0:
         return op.Identity(x)
     axis, by = axis_of(x, dim), 1
-    length, y = fixed_length(x, axis, "logcumsumexp"), x
+    length, y = x.shape[axis], x
+    if not isinstance(length, int):
+        return core.aten_logcumsumexp(x, dim)
     while by < length:
         y = log_add_exp(y, _shifted(y, by, axis, like(-1e30, x)))
         by *= 2
