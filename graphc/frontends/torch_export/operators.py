@@ -200,8 +200,8 @@ def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
 
 
 def _log_cumsum_exp(x: Any, dim: int) -> Any:
-    """The exporter takes the maximum of the line off, which leaves nothing of small numbers in front of it; so do lines of a free
-    length here.
+    """The exporter takes the maximum of the line off, which leaves nothing of small numbers in front of it; so do lines of a
+    free length here.
     """
     from onnxscript.function_libs.torch_lib.ops import core
 
