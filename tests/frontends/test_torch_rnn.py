@@ -60,7 +60,8 @@ def test_a_long_sequence_takes_no_longer_to_export(kind: str) -> None:
         model = export(module, (torch.randn(steps, 4, 5),), dynamic_batch=False, exporter="dynamo")
         spent.append(time.perf_counter() - start)
         assert sum(node.op_type == kind for node in model.graph) == 2
-    assert spent[2] < 2 * spent[1] + 2  # a minute and more where every step is run
+    # a minute and more where every step is run; a moment of other processes must not count
+    assert spent[2] < 2 * spent[1] + 20
 
 
 @pytest.mark.full
