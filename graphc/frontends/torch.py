@@ -314,7 +314,7 @@ def _with_dynamo(
                 program = _translated(captured, settings)
                 break
             except Exception as error:  # of the module, of the capture or of the translation
-                number = batched and "Unsupported attribute type" in str(error)
+                number = batched and "Unsupported attribute type" in str(error)  # a symbol where ONNX has an attribute
                 failures.append(batches.FixedBatchError(" (an attribute of an operator)") if number else error)
         else:
             raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])

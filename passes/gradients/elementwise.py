@@ -132,7 +132,7 @@ def _number(value: ir.Value | None) -> float | None:
 def clip(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
     """z = min(max(x, low), high);  ∂x = dz where low ≤ x ≤ high,  ∂low = dz where x < low ≤ high,  ∂high = dz elsewhere
 
-    A bound itself has the gradient, as in PyTorch's clamp; but not where the bounds are 0 and 6: these files write for ReLU6.
+    What equals a bound has the gradient, as in PyTorch's clamp; but not between 0 and 6, which is how files write ReLU6.
     """
     x, low, high = (*node.inputs, None, None)[:3]
     zero = op.scalar(0, dz)

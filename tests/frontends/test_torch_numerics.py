@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import graphc  # noqa: E402
+from graphc.errors import ModelError  # noqa: E402
 
 pytestmark = pytest.mark.full
 
@@ -86,6 +87,12 @@ def test_probabilities_of_zero_and_one_have_a_finite_loss() -> None:
         np.testing.assert_allclose(trainer.step({"x": x.numpy(), "y": y.numpy()})["loss"], loss.item(), rtol=1e-6)
         slope = 1.0 - trainer.trained_values()["scale"]
     np.testing.assert_allclose(slope, module.scale.grad.numpy(), rtol=1e-5)
+
+
+def test_targets_of_another_shape_are_refused_as_in_pytorch() -> None:
+    """They would be repeated otherwise, and the loss be that of other pairs."""
+    with pytest.raises(ModelError, match="target size"):
+        graphc.frontends.export(Probabilities(), (torch.ones(3, 2), torch.ones(3, 1)))
 
 
 class Each(torch.nn.Module):  # type: ignore[misc, name-defined]

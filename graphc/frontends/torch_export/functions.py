@@ -1,0 +1,224 @@
+"""Other forms of PyTorch's functions, for captures: those of PyTorch would lose a symbol, a gradient or a type.
+
+``chunk``, ``split``, ``cdist`` and others ask for the value of a size, which then is a number for all batches; losses ask for
+values, which a capture has not; a few are written down by the exporter with another meaning (seen in 2.13). A form returns None
+where PyTorch's own does as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, statically_known_true
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    Parts = tuple[torch.Tensor, ...] | None
+
+
+def _equal_parts(x: torch.Tensor, count: int, dim: int) -> Parts:
+    """``count`` parts of one size along ``dim``; None where that size is known, or may not be whole."""
+    size: Any = x.shape[dim]
+    if isinstance(size, int) or not statically_known_true(size % count == 0):
+        return None
+    each = size // count
+    return tuple(x.narrow(dim, k * each, each) for k in range(count))
+
+
+def _chunk(input: torch.Tensor, chunks: int, dim: int = 0) -> Parts:
+    size: Any = input.shape[dim]
+    if chunks == 2 and not isinstance(size, int):
+        half = (size + 1) // 2  # of an odd number, the first part is longer
+        return input.narrow(dim, 0, half), input.narrow(dim, half, size - half)
+    return _equal_parts(input, chunks, dim)
+
+
+def _split(tensor: torch.Tensor, split_size_or_sections: Any = None, dim: int = 0, *, split_size: Any = None) -> Parts:
+    each = split_size if split_size_or_sections is None else split_size_or_sections
+    if not isinstance(each, torch.SymInt):
+        return None
+    count: Any = tensor.shape[dim] // each
+    known = count if isinstance(count, int) else count.node.maybe_as_int()
+    if known is None or not statically_known_true(known * each == tensor.shape[dim]):
+        return None
+    return _equal_parts(tensor, known, dim)
+
+
+def _cdist(x1: torch.Tensor, x2: torch.Tensor, p: float = 2.0, compute_mode: str | None = None) -> torch.Tensor:
+    """Asks not whether there are more than 25 rows, from where on PyTorch computes the same with a product of matrices."""
+    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
+
+
+def _loss_of_each_sample(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor | None]:
+    """``cross_entropy`` or ``nll_loss`` without a reduction, whose result the exporter takes for a scalar in 2.13, so that it
+    drops the sum that follows; it knows the shape of losses of positions.
+    """
+
+    def form(input: torch.Tensor, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor | None:
+        if input.dim() != 2 or "none" not in (options.get("reduction"), *args[4:5]):
+            return None
+        return function(input.unsqueeze(2), target.unsqueeze(target.dim()), *args, **options).squeeze(-1)
+
+    return form
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor, target: torch.Tensor, var: Any, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> torch.Tensor | None:
+    """Asks not whether a variance is negative. One below ``eps`` counts as ``eps``, and has the gradient all the same: PyTorch
+    raises it outside of the recorded operations.
+    """
+    if not isinstance(var, torch.Tensor):
+        return None
+    var = var.unsqueeze(-1) if var.dim() == input.dim() - 1 else var
+    if not (_alike(input, target) and (_alike(input, var) or _alike(input[..., :1], var))):
+        return None
+    var = var + (var.clamp(min=eps) - var).detach()
+    loss: torch.Tensor = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return _reduced(loss, reduction)
+
+
+def _binary_cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> torch.Tensor | None:
+    """Where a probability is exactly 0 or 1, as a sigmoid of 17 is, PyTorch takes -100 for the logarithm and knows a slope. In
+    the form of the exporter the slope of a logarithm of zero is no number.
+    """
+    if size_average is not None or reduce is not None or not _alike(input, target):
+        return None
+
+    def logarithm(chance: torch.Tensor) -> torch.Tensor:
+        possible = chance > 0
+        return torch.where(possible, torch.where(possible, chance, 1.0).log().clamp(min=-100.0), -100.0)
+
+    loss = -(target * logarithm(input) + (1 - target) * logarithm(1 - input))
+    return _reduced(loss if weight is None else loss * weight, reduction)
+
+
+def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor | None:
+    if reduction == "mean":
+        return loss.mean()
+    return {"none": loss, "sum": loss.sum()}.get(reduction)
+
+
+def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two shapes are known to be equal. PyTorch says what is wrong with others, or broadcasts them with a warning."""
+    return x.dim() == y.dim() and all(statically_known_true(a == b) for a, b in zip(x.shape, y.shape, strict=True))
+
+
+def _arange(*bounds: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
+    """Bounds of which some are whole and others are not: the exporter writes a Range of several types."""
+    if dtype is not None or not any(isinstance(b, float) for b in bounds) or all(isinstance(b, float) for b in bounds):
+        return None
+    return torch.arange(*map(float, bounds), **options) if all(isinstance(b, (int, float)) for b in bounds) else None
+
+
+def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
+    if not isinstance(steps, torch.SymInt) or not all(isinstance(v, (int, float)) for v in (start, end)) or "out" in options:
+        return None
+    count: Any = steps
+    places: torch.Tensor = torch.arange(count, dtype=dtype or torch.get_default_dtype(), **options)
+    return places.mul((end - start) / places[-1:].clamp(min=1)).add(start)
+
+
+def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor | None:
+    if dim is None or input.dim() != indices.dim():
+        return None
+    others = [k for k in range(input.dim()) if k != dim % input.dim()]
+    alike = all(statically_known_true(input.shape[k] == indices.shape[k]) for k in others)
+    return input.gather(dim, indices) if alike else None
+
+
+def _cov(input: torch.Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None) -> torch.Tensor | None:
+    if input.dim() != 2 or fweights is not None or aweights is not None:
+        return None
+    centred = input - input.mean(1, keepdim=True)
+    return centred @ centred.T / (input.shape[1] - correction)
+
+
+def _corrcoef(input: torch.Tensor) -> torch.Tensor | None:
+    found = _cov(input)
+    if found is None:
+        return None
+    spread = found.diagonal().sqrt()
+    return (found / spread[:, None] / spread[None]).clamp(-1, 1)
+
+
+def _batch_norm(input: torch.Tensor, running_mean: Any, running_var: Any, *args: Any, **options: Any) -> torch.Tensor | None:
+    """Asks not whether there is one value of a channel: a number of samples that data choose has no answer."""
+    if not has_free_unbacked_symbols(tuple(input.shape)):
+        return None
+    values = dict(zip(("weight", "bias", "training", "momentum", "eps"), args, strict=False)) | options
+    weight, bias, training = values.get("weight"), values.get("bias"), values.get("training", False)
+    momentum, eps = values.get("momentum", 0.1), values.get("eps", 1e-5)
+    return torch.native_batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps)[0]
+
+
+def _convolution_of_samples(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: Any = 1,
+) -> torch.Tensor | None:
+    """One group a sample, each with filters of its own, as in dynamic convolutions: products of their windows. ONNX has groups
+    of a known number only.
+    """
+    one = isinstance(input.shape[0], int) and input.shape[0] == 1
+    if not isinstance(groups, torch.SymInt) or isinstance(padding, str) or not one:
+        return None
+    pairs = [
+        (*value, *value)[:2] if isinstance(value, (tuple, list)) else (value, value) for value in (stride, padding, dilation)
+    ]
+    (stride, padding, dilation), kernel = pairs, weight.shape[2:]
+    sizes = [
+        (size + 2 * padding[k] - dilation[k] * (kernel[k] - 1) - 1) // stride[k] + 1 for k, size in enumerate(input.shape[2:])
+    ]
+    samples = input.reshape(groups, weight.shape[1], *input.shape[2:])
+    windows = torch.nn.functional.unfold(samples, kernel, dilation, padding, stride)
+    filters = weight.reshape(groups, weight.shape[0] // groups, windows.shape[1])
+    result = torch.bmm(filters, windows).reshape(1, weight.shape[0], *sizes)
+    return result if bias is None else result + bias[:, None, None]
+
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.batch_norm: _batch_norm,
+    torch.conv2d: _convolution_of_samples,
+    torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
+    torch.nn.functional.binary_cross_entropy: _binary_cross_entropy,
+    torch.nn.functional.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.nn.functional.nll_loss: _loss_of_each_sample(torch.nn.functional.nll_loss),
+    torch.arange: _arange,
+    torch.cdist: _cdist,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.corrcoef: _corrcoef,
+    torch.cov: _cov,
+    torch.Tensor.cov: _cov,
+    torch.linspace: _linspace,
+    torch.take_along_dim: _take_along_dim,
+    torch.Tensor.take_along_dim: _take_along_dim,
+    torch.chunk: _chunk,
+    torch.Tensor.chunk: _chunk,
+    torch.split: _split,
+    torch.Tensor.split: _split,
+}
+
+
+class OtherForms(TorchFunctionMode):
+    """Mode in which the functions of ``_FORMS`` are called in their other forms, where these return a result."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        form = _FORMS.get(func)
+        result = form(*args, **(kwargs or {})) if form is not None else None
+        return func(*args, **(kwargs or {})) if result is None else result
