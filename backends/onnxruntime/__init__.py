@@ -93,6 +93,7 @@ class OnnxRuntimeBackend(Backend):
 
     name = "onnxruntime"
     unknown_sizes = True
+    rewrites = "permuted_products"
 
     def __init__(
         self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False, bf16_products: bool = False

@@ -46,6 +46,9 @@ def operations(node: ir.Node, batch: int) -> int:
         shape = dims(first) or ()
         inner = shape[-2 if node.attributes.get_int("transA", 0) and len(shape) > 1 else -1] if shape else 1
         return 2 * elements(out, batch) * (inner if isinstance(inner, int) else batch)
+    if node.op_type == "PermutedMatMul" and first is not None:
+        inner = (dims(first) or ())[node.attributes.get_ints("permA", (-1,))[-1]]
+        return 2 * elements(out, batch) * (inner if isinstance(inner, int) else batch)
     if node.op_type == "GroupedMatMulGradWeight" and second is not None:
         width = (dims(second) or (1,))[-1]
         return 2 * elements(first, batch) * (width if isinstance(width, int) else batch)

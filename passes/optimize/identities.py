@@ -293,7 +293,8 @@ def reshape(op: Builder, node: ir.Node) -> ir.Value | None:
     return None
 
 
-def _permutation(node: ir.Node) -> list[int] | None:
+def permutation(node: ir.Node) -> list[int] | None:
+    """The order of axes of a Transpose; None when the number of axes is not known."""
     perm = node.attributes.get("perm")
     if perm is not None:
         return list(perm.as_ints())
@@ -304,13 +305,13 @@ def _permutation(node: ir.Node) -> list[int] | None:
 @rule("Transpose")
 def transpose(op: Builder, node: ir.Node) -> ir.Value | None:
     """Transpose that moves nothing → x;   Transpose(Transpose(x, a), b) → Transpose(x, a∘b);   (a·b)ᵀ → bᵀ·aᵀ"""
-    perm = _permutation(node)
+    perm = permutation(node)
     if perm is None:
         return None
     if perm == sorted(perm):
         return node.inputs[0]
     inner = _producer(node.inputs[0], "Transpose")
-    first = _permutation(inner) if inner is not None else None
+    first = permutation(inner) if inner is not None else None
     if inner is None or first is None:
         return _transposed_product(op, node)
     combined = [first[k] for k in perm]
@@ -324,7 +325,7 @@ def _transposed_product(op: Builder, node: ir.Node) -> ir.Value | None:
     product = _producer(node.inputs[0], "Gemm")
     if product is None or len(product.inputs) > 2 or len(list(product.outputs[0].uses())) != 1:
         return None
-    if product.outputs[0].is_graph_output() or _permutation(node) != [1, 0]:
+    if product.outputs[0].is_graph_output() or permutation(node) != [1, 0]:
         return None
     attributes = {name: attr.value for name, attr in product.attributes.items()}
     swapped = {"transA": 1 - attributes.get("transB", 0), "transB": 1 - attributes.get("transA", 0)}
@@ -358,7 +359,7 @@ def decided_choice(op: Builder, node: ir.Node) -> ir.Value | None:
 def _transposed(value: ir.Value | None) -> ir.Value | None:
     """The matrix whose transpose ``value`` is, or None."""
     producer = _producer(value, "Transpose")
-    return producer.inputs[0] if producer is not None and _permutation(producer) == [1, 0] else None
+    return producer.inputs[0] if producer is not None and permutation(producer) == [1, 0] else None
 
 
 @rule("MatMul", "Gemm")

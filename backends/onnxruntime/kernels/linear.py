@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, kernel
@@ -16,7 +17,7 @@ from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
 from graphc.backends.onnxruntime.kernels.panels import product_in_panels
 from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
 from graphc.backends.onnxruntime.vectors.functions import LANES
-from graphc.device import Array, Run
+from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 
 WORTH = 1 << 14
@@ -67,17 +68,62 @@ def matmul(k: Binding) -> Run:
     """c = a·b for a matrix b and a stack of rows a, or for as many matrices each"""
     (a, b), (c,) = given(k.inputs, 2), given(k.outputs, 1)
     if b.ndim > 2:
-        lib = library()
-        assert lib is not None
-        of_a, of_b, of_c = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, c))
-
-        def by_onednn() -> Run:
-            return MatmulPrimitive(lib, of_a, of_b, of_c, None, pool=k.pool).runner()
-
-        if is_better_on_tiles(k.pool, of_c.shape, of_a.shape[2]):
-            return product_on_tiles(k.pool, of_a, of_b, of_c, None, by_onednn)
-        return by_onednn()
+        return _products(k.pool, *(x.reshape(-1, *x.shape[-2:]) for x in (a, b, c)))
     return product_of(k.pool, a.reshape(-1, b.shape[0]), b, c.reshape(-1, b.shape[1]))
+
+
+def _products(pool: Pool, a: Array, b: Array, c: Array) -> Run:
+    """c = a·b for as many matrices each behind other axes, all of them possibly apart, those of a and b transposed."""
+    lib = library()
+    assert lib is not None
+
+    def by_onednn() -> Run:
+        return MatmulPrimitive(lib, a, b, c, None, pool=pool).runner()
+
+    if c.ndim == 3 and is_better_on_tiles(pool, c.shape, a.shape[2]):
+        return product_on_tiles(pool, a, b, c, None, by_onednn)
+    return by_onednn()
+
+
+def _large_permuted(node: ir.Node) -> bool:
+    shapes, attributes = _shapes(node), node.attributes
+    if shapes is None or library() is None:
+        return False
+    a, b, y = shapes
+    rows, depth = (a[axis] for axis in attributes.get_ints("permA", ())[-2:])
+    columns = b[attributes.get_ints("permB", ())[-1]]
+    return math.prod(y) * depth >= WORTH and min(rows, depth, columns) >= NARROWEST
+
+
+@kernel("onnxruntime", "graphc::PermutedMatMul", when=_large_permuted)
+def permuted_matmul(k: Binding) -> Run:
+    """y' = a'·b' for as many matrices each, where ' permutes the axes"""
+    (a, b), (y,) = given(k.inputs, 2), given(k.outputs, 1)
+    a, b = a.transpose(k.attributes["permA"]), b.transpose(k.attributes["permB"])
+    y = y.transpose(np.argsort(k.attributes["permY"]))
+    stacks = _stacks(a, b, y)
+    if stacks[0].ndim == 3 or not is_better_on_tiles(k.pool, (y[..., 0, 0].size, *y.shape[-2:]), a.shape[-1]):
+        return _products(k.pool, *stacks)
+    return in_order([_products(k.pool, *(x[place] for x in stacks)) for place in np.ndindex(stacks[0].shape[:-3])])
+
+
+def _stacks(*arrays: Array) -> tuple[Array, ...]:
+    """Views of arrays of as many matrices each, with as few axes in front of these as strides allow, and one at least."""
+    last = arrays[-1]
+    outer = sorted((axis for axis in range(last.ndim - 2) if last.shape[axis] > 1), key=lambda axis: -last.strides[axis])
+    single = [axis for axis in range(last.ndim - 2) if last.shape[axis] == 1]
+    views = [
+        x.transpose(*single, *outer, x.ndim - 2, x.ndim - 1).reshape(1, *(x.shape[k] for k in outer), *x.shape[-2:])
+        for x in arrays
+    ]
+    at = 0
+    while at < views[0].ndim - 3:
+        inner = views[0].shape[at + 1]
+        if views[0].shape[at] == 1 or all(x.strides[at] == inner * x.strides[at + 1] for x in views):
+            views = [x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :]) for x in views]
+        else:
+            at += 1
+    return tuple(views)
 
 
 def product_of(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None = None) -> Run:

@@ -387,8 +387,8 @@ class MatmulPrimitive(Primitive):
     """c = a·b + bias over fixed float32 matrices, or over as many of each.
 
     Args:
-        a: M × K, ``b``: K × N, either of them possibly a transposed view; ``c``: M × N, C-contiguous; all of them possibly
-            behind an axis that counts products.
+        a: M × K, ``b``: K × N, either of them possibly a transposed view; ``c``: M × N with contiguous rows; all of them
+            possibly behind axes that count products, as many on each.
         bias: N elements, or None; for single matrices.
 
     Raises:

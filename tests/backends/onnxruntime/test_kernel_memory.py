@@ -139,6 +139,10 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(601, 499), f(517, 601), transA=1, transB=1),
     ],
     "MatMul": [c(f(3, 65, 130), f(130, 129)), c(f(2, 3, 65, 130), f(2, 3, 130, 33)), c(f(2, 499, 601), f(2, 601, 517))],
+    "graphc::PermutedMatMul": [
+        c(f(2, 65, 3, 130), f(2, 3, 37, 130), permA=(0, 2, 1, 3), permB=(0, 1, 3, 2), permY=(0, 2, 1, 3)),
+        c(f(2, 499, 2, 601), f(2, 2, 601, 517), permA=(0, 2, 1, 3), permB=(0, 1, 2, 3), permY=(0, 1, 2, 3)),
+    ],
     "graphc::GroupedMatMul": [
         c(f(300, 270), f(*w), rng.integers(-1, 6, 300), transB=transposed)
         for w, transposed in (((5, 270, 37), 0), ((5, 550, 270), 1))

@@ -542,6 +542,20 @@ def test_gradient_of_a_gather_of_elements(shape: tuple[int, ...], axis: int, cou
         compare("graphc::GatherElementsGrad", arrays, {"axis": axis}, pool, constants=(2,))
 
 
+@pytest.mark.skipif(onednn.library() is None, reason="needs oneDNN")
+@pytest.mark.parametrize("of_y", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3)])
+@pytest.mark.parametrize("of_b", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 3)])
+@pytest.mark.parametrize("of_a", [(0, 1, 3, 2), (0, 2, 1, 3), (1, 0, 2, 3)])
+@pytest.mark.parametrize("sizes", [(2, 3, 65, 40, 70), (1, 4, 34, 64, 33), (3, 1, 32, 65, 130), (2, 2, 260, 512, 520)])
+def test_products_of_permuted_operands(
+    sizes: tuple[int, ...], of_a: tuple[int, ...], of_b: tuple[int, ...], of_y: tuple[int, ...], pool: ThreadPool
+) -> None:
+    outer, inner, rows, depth, columns = sizes
+    a = normal(*(((outer, inner, rows, depth)[of_a.index(axis)]) for axis in range(4)))
+    b = normal(*(((outer, inner, depth, columns)[of_b.index(axis)]) for axis in range(4)))
+    compare("graphc::PermutedMatMul", [a, b], {"permA": of_a, "permB": of_b, "permY": of_y}, pool)
+
+
 @pytest.mark.parametrize("rows", [1, 97, 600])
 @pytest.mark.parametrize(("experts", "depth", "width"), [(1, 5, 3), (3, 300, 33), (6, 97, 1030), (4, 16, 64)])
 def test_products_by_groups_of_rows(rows: int, experts: int, depth: int, width: int, pool: ThreadPool) -> None:
