@@ -85,7 +85,7 @@ def _alike(value: ir.Value, sizes: tuple[int, ...]) -> _Side:
 
 
 def _split(side: _Side, plain: _Side, counts: tuple[int, ...]) -> _Side:
-    """The side with these axes in front of its matrices, or ``plain``, the product's own value, if it has others in an order."""
+    """The side with these axes in front of its matrices, or ``plain`` with them if its own are in another order."""
     if side.sizes[:-2] == counts:
         return side
     outer, inner = len(side.perm) - 2, len(counts)

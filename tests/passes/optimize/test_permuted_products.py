@@ -13,7 +13,6 @@ from graphc.backend import make_backend
 from graphc.plan.partition import make_plan
 from tests.passes.optimize.beside_torch import ops_trained
 
-
 MOVES = {"Transpose", "Reshape", "Squeeze"}
 
 
