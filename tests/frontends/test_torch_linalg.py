@@ -43,6 +43,12 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "solve_triangular, ones on the diagonal": lambda x: LINALG.solve_triangular(x, x[..., :3], upper=False, unitriangular=True),
     "cholesky": lambda x: LINALG.cholesky(positive(x)),
     "cholesky, upper": lambda x: LINALG.cholesky(positive(x), upper=True),
+    "qr": lambda x: torch.cat(LINALG.qr(x), -1),
+    "qr of more rows": lambda x: torch.cat(LINALG.qr(x[..., :3]), -2),
+    "qr of more columns": lambda x: torch.cat(LINALG.qr(x[0, :3]), -1),
+    "householder_product": lambda x: LINALG.householder_product(x[..., :4], x[:, 0, :4] + 1),
+    "matrix_exp": lambda x: LINALG.matrix_exp(x),
+    "matrix_exp of small and large ones": lambda x: LINALG.matrix_exp((x - x.mT) * torch.tensor([0.01, 1, 40])[:, None, None]),
     "slogdet": lambda x: LINALG.slogdet(x)[1],
     "sign of slogdet": lambda x: LINALG.slogdet(x)[0] * x[:, 0, 0],
     "logdet": lambda x: torch.logdet(positive(x)),
@@ -97,6 +103,35 @@ def test_values_and_gradients_are_those_of_pytorch(name: str) -> None:
     value, gradient, wanted, slope = computed()[name]
     assert np.abs(value - wanted).max() <= 2e-5 * np.abs(wanted).max()
     assert np.abs(gradient - slope).max() <= 1e-4 * np.abs(slope).max()
+
+
+class Orthogonal(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Layers of orthogonal weights: as exponentials, products of reflections, and Cayley's quotients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        made = torch.nn.utils.parametrizations.orthogonal
+        self.square, self.tall, self.wide = (made(torch.nn.Linear(*sizes)) for sizes in ((40, 40), (40, 70), (70, 33)))
+        self.quotient = made(torch.nn.Linear(33, 33), orthogonal_map="cayley")
+
+    def forward(self, x: Any) -> Any:
+        return (self.quotient(self.wide(torch.tanh(self.tall(self.square(x)))).relu()) ** 4).mean()
+
+
+def test_orthogonal_weights_train_as_in_pytorch_and_stay_orthogonal() -> None:
+    torch.manual_seed(4)
+    module, x = Orthogonal(), torch.randn(8, 40)
+    program = graphc.compile(module, example_inputs=(x,), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=0.2))
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.2), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = module(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with graphc.Trainer(program) as trainer:
+        np.testing.assert_allclose([trainer.step({"x": x.numpy()})["loss"] for _ in losses], losses, rtol=1e-5)
+    assert losses[-1] < 0.95 * losses[0]
 
 
 class Coupled(torch.nn.Module):  # type: ignore[misc, name-defined]

@@ -1,4 +1,5 @@
-"""ONNX forms of PyTorch's linear algebra, which its exporter lacks (seen in 2.13): systems of equations, inverses, factors.
+"""ONNX forms of PyTorch's linear algebra, which its exporter lacks (seen in 2.13): systems of equations, inverses, factors,
+exponentials.
 
 ONNX has no such operators, so elimination is written out for matrices of a known size; their number is free. Gradients follow
 from the forms, and are PyTorch's. A singular matrix, or one that is not positive, gives an infinity or NaN, where PyTorch
@@ -7,6 +8,7 @@ raises an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +36,10 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.linalg_solve_triangular.default, _solve_triangular, triangular),
         (aten.linalg_cholesky.default, _cholesky, {**a, **upper}),
         (aten.cholesky.default, _cholesky, {**a, **upper}),
+        (aten.linalg_qr.default, _qr, {**a, "mode": str}),
+        (aten.linalg_householder_product.default, _householder_product, {**a, "tau": TFloat}),
+        (aten.linalg_matrix_exp.default, _matrix_exp, a),
+        (aten.matrix_exp.default, _matrix_exp, a),
         (aten.linalg_slogdet.default, _log_determinant, a),
         (aten.slogdet.default, _log_determinant, a),
     ]
@@ -147,3 +153,92 @@ def _cholesky(a, upper=False):  # type: ignore[no-untyped-def]
 def _log_determinant(a):  # type: ignore[no-untyped-def]
     op, determinant = opset(), opset().Det(a)
     return op.Sign(determinant), op.Log(op.Abs(determinant))
+
+
+def _qr(a, mode="reduced"):  # type: ignore[no-untyped-def]
+    """Householder's reflections, with LAPACK's signs."""
+    op, columns, end = opset(), fixed_length(a, -1, "qr"), np.iinfo(np.int64).max
+    rows = fixed_length(a, -2, "qr")
+    count = min(rows, columns)
+    if count > MOST:
+        raise NotImplementedError(f"qr of matrices with {count} rows or columns has no translation; {MOST} are the most")
+    if mode == "complete" and rows > columns:
+        raise NotImplementedError("qr with mode 'complete' has no gradient where rows outnumber columns; use 'reduced'")
+    rest, made, reflections, zero = a, [], [], like(0.0, a)
+    for j in range(count):
+        row = _part(rest, 0, 1, -2)
+        if j < rows - 1:
+            column, first = _part(rest, 0, 1, -1), _part(row, 0, 1, -1)
+            size = op.Sqrt(op.ReduceSum(op.Mul(column, column), _array([-2], np.int64)))
+            ahead = op.Add(first, op.Where(op.Less(first, zero), op.Neg(size), size))
+            v = op.Concat(ahead, _part(column, 1, end, -2), axis=-2)
+            factor = op.Div(like(2.0, a), op.ReduceSum(op.Mul(v, v), _array([-2], np.int64)))
+            rest = _reflected(rest, v, factor, len(a.shape))
+            reflections.append((op.Pad(v, _array([j, 0], np.int64), zero, _array([-2], np.int64)), factor))
+            row = _part(rest, 0, 1, -2)
+        made.append(op.Pad(row, _array([j, 0], np.int64), zero, _array([-1], np.int64)) if j else row)
+        if j < count - 1:
+            rest = _part(_part(rest, 1, end, -2), 1, end, -1)
+    r = op.Trilu(op.Concat(*made, axis=-2), upper=1)
+    q = op.CastLike(_array(np.eye(rows, count), np.float32), a)
+    if mode == "r":
+        return _part(op.Identity(q), 0, 0, -1), r
+    if not reflections:
+        return op.Expand(q, op.Concat(op.Shape(a, end=-2), _array([rows, count], np.int64), axis=0)), r
+    for v, factor in reversed(reflections):
+        q = _reflected(q, v, factor, len(a.shape))
+    return q, r
+
+
+def _reflected(x: Any, v: Any, factor: Any, rank: int) -> Any:
+    """x − factor · v · vᵀ · x"""
+    op = opset()
+    return op.Sub(x, op.MatMul(op.Mul(v, factor), op.MatMul(_turned(v, rank), x)))
+
+
+def _householder_product(a, tau):  # type: ignore[no-untyped-def]
+    """Π (1 − τᵢ·vᵢ·vᵢᵀ) = 1 − V·T·Vᵀ, with T⁻¹·diag(τ) = 1 + N, N = diag(τ)·(VᵀV above the diagonal).
+
+    Of blocks on the diagonal whose inverses are known, 1 × 1 at first, two are put together at a time:
+    [[A, N], [0, B]]⁻¹ = [[A⁻¹, −A⁻¹·N·B⁻¹], [0, B⁻¹]].
+    """
+    op, rank = opset(), len(a.shape)
+    rows, columns = (fixed_length(a, axis, "householder_product") for axis in (-2, -1))
+    count = fixed_length(tau, -1, "householder_product")
+    eye = op.CastLike(_array(np.eye(rows, columns), np.float32), a)
+    below = op.Trilu(_part(a, 0, count, -1), _array(-1, np.int64), upper=0)
+    v = op.Add(below, op.CastLike(_array(np.eye(rows, count), np.float32), a))
+    above = op.Mul(op.Unsqueeze(tau, _array([-1], np.int64)), op.MatMul(_turned(v, rank), v))
+    inverse, places, size = op.CastLike(_array(np.eye(count), np.float32), a), np.arange(count), 1
+    while size < count:
+        block = places // size
+        pairs = (block[:, None] + 1 == block) & (block % 2 == 1)
+        between = op.Where(_array(pairs, np.bool_), above, like(0.0, a))
+        inverse, size = op.Sub(inverse, op.MatMul(inverse, op.MatMul(between, inverse))), 2 * size
+    inverse = op.Mul(inverse, op.Unsqueeze(tau, _array([-2], np.int64)))
+    return op.Sub(eye, op.MatMul(v, op.MatMul(inverse, op.MatMul(_turned(v, rank), eye))))
+
+
+SMALL, SQUARINGS, TERMS = 0.7, 10, 16
+"""Norm of a matrix whose exponential the series gives with all digits of float64, squarings of it at most, and terms."""
+
+
+def _matrix_exp(a):  # type: ignore[no-untyped-def]
+    """exp(a) = exp(a / 2ⁿ) squared n times, n chosen for each matrix; exact for norms up to 700."""
+    op, count = opset(), fixed_length(a, -1, "matrix_exp")
+    last = _array([-1], np.int64)
+    norm = op.ReduceMax(op.ReduceSum(op.Abs(a), _array([-2], np.int64)), last)
+    doublings = op.Log(op.Max(op.Div(norm, like(SMALL, a)), like(1.0, a)))
+    n = op.Min(op.Ceil(op.Div(doublings, like(math.log(2), a))), like(float(SQUARINGS), a))
+    x = op.Div(a, op.Pow(like(2.0, a), n))
+    eye = op.CastLike(_array(np.eye(count), np.float32), a)
+    powers = [eye, x, op.MatMul(x, x)]
+    powers.append(op.MatMul(powers[2], x))
+    fourth, made = op.MatMul(powers[2], powers[2]), None
+    for k in reversed(range(0, TERMS, 4)):
+        terms = [op.Mul(power, like(1 / math.factorial(k + j), a)) for j, power in enumerate(powers)]
+        total = op.Add(op.Add(terms[0], terms[1]), op.Add(terms[2], terms[3]))
+        made = total if made is None else op.Add(total, op.MatMul(fourth, made))
+    for k in range(SQUARINGS):
+        made = op.Where(op.Greater(n, like(float(k), a)), op.MatMul(made, made), made)
+    return made
