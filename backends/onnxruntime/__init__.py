@@ -37,6 +37,7 @@ try:
     from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
+    from graphc.backends.onnxruntime.kernels.linear import NARROWEST
     from graphc.backends.onnxruntime.kernels.onednn import library
     from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
     from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
@@ -93,7 +94,7 @@ class OnnxRuntimeBackend(Backend):
 
     name = "onnxruntime"
     unknown_sizes = True
-    rewrites = "permuted_products"
+    rewrites = f"permuted_products{{narrowest={NARROWEST}}}"
 
     def __init__(
         self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False, bf16_products: bool = False

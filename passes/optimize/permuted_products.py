@@ -27,13 +27,17 @@ from graphc.pipeline import Context, graph_pass
 
 
 @graph_pass("permuted_products", changes="form")
-def permuted_products(model: ir.Model, ctx: Context) -> bool:
-    """Take the Transposes around float32 products of many matrices into the products."""
+def permuted_products(model: ir.Model, ctx: Context, *, narrowest: int = 1) -> bool:
+    """Take the Transposes around float32 products of many matrices into the products.
+
+    Args:
+        narrowest: smallest side of a product that is taken, of rows, columns and the length of its sums.
+    """
     graph, count = model.graph, 0
     op = Builder(graph)
     for node in [node for node in graph if node.domain == "" and node.op_type == "MatMul"]:
         op.before, op.scope = node, node.name or node.op_type
-        count += _permute(graph, op, node)
+        count += _permute(graph, op, node, narrowest)
     if not count:
         return False
     dead_code_elimination(graph)
@@ -54,13 +58,13 @@ class _Side:
         return self.perm != tuple(range(len(self.perm)))
 
 
-def _permute(graph: ir.Graph, op: Builder, node: ir.Node) -> bool:
+def _permute(graph: ir.Graph, op: Builder, node: ir.Node, narrowest: int) -> bool:
     a, b = (required(value) for value in node.inputs)
     shapes = [static_dims(value) for value in (a, b, node.outputs[0])]
     if node.outputs[0].dtype != ir.DataType.FLOAT or any(shape is None or 0 in shape for shape in shapes):
         return False
     of_a, of_b, of_y = (tuple(shape or ()) for shape in shapes)
-    if len(of_y) < 3 or not of_a[:-2] == of_b[:-2] == of_y[:-2]:
+    if len(of_y) < 3 or not of_a[:-2] == of_b[:-2] == of_y[:-2] or min(*of_a[-2:], of_y[-1]) < narrowest:
         return False
     sides = (_operand(a, of_a), _operand(b, of_b), _result(node.outputs[0], of_y))
     counts = max((side.sizes[:-2] for side in sides if side.moves), key=len, default=None)
