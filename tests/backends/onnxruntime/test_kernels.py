@@ -543,9 +543,17 @@ def test_gradient_of_a_gather_of_elements(shape: tuple[int, ...], axis: int, cou
 
 
 @pytest.mark.skipif(onednn.library() is None, reason="needs oneDNN")
-@pytest.mark.parametrize("of_y", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 2, 0, 3)])
-@pytest.mark.parametrize("of_b", [(0, 1, 2, 3), (0, 2, 3, 1), (2, 0, 1, 3)])
-@pytest.mark.parametrize("of_a", [(0, 1, 3, 2), (0, 2, 1, 3), (1, 0, 2, 3)])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "of_y"),
+    [
+        ((0, 1, 3, 2), (0, 1, 2, 3), (0, 1, 2, 3)),
+        ((0, 2, 1, 3), (0, 2, 3, 1), (0, 1, 2, 3)),
+        ((0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 1, 3)),
+        ((1, 0, 2, 3), (2, 0, 1, 3), (1, 2, 0, 3)),
+        ((0, 2, 3, 1), (0, 1, 3, 2), (2, 0, 1, 3)),
+    ],
+)
 @pytest.mark.parametrize("sizes", [(2, 3, 65, 40, 70), (1, 4, 34, 64, 33), (3, 1, 32, 65, 130), (2, 2, 260, 512, 520)])
 def test_products_of_permuted_operands(
     sizes: tuple[int, ...], of_a: tuple[int, ...], of_b: tuple[int, ...], of_y: tuple[int, ...], pool: ThreadPool
