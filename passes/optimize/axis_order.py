@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, constant, dims
 from graphc.ir.symbolic_dims import product, quotient
-from graphc.passes.optimize.identities import filled
+from graphc.passes.optimize.identities import filled, permutation
 
 RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 
@@ -73,7 +73,7 @@ class View:
         if node.domain or node.inputs[0] is not self.value:
             return None
         if node.op_type == "Transpose":
-            return replace(self, value=out, axes=[self.axes[k] for k in _permutation(node)])
+            return replace(self, value=out, axes=[self.axes[k] for k in permutation(node) or ()])
         axes = _regrouped("".join(self.axes), self.sizes, dims(out)) if node.op_type in RESHAPES else None
         return replace(self, value=out, axes=axes) if axes is not None else None
 
@@ -84,7 +84,7 @@ class View:
             return None
         if node.op_type == "Transpose":
             axes = [""] * len(self.axes)
-            for axis, k in zip(self.axes, _permutation(node), strict=True):
+            for axis, k in zip(self.axes, permutation(node) or (), strict=True):
                 axes[k] = axis
             return replace(self, value=source, axes=axes)
         if node.op_type in RESHAPES:
@@ -190,12 +190,6 @@ def scaling(node: ir.Node) -> tuple[ir.Value, float] | None:
         if x is not None and number and dims(x) == dims(node.outputs[0]):
             return x, number if node.op_type == "Mul" else 1 / number
     return None
-
-
-def _permutation(node: ir.Node) -> Sequence[int]:
-    source = node.inputs[0]
-    width = len(source.shape) if source is not None and source.shape is not None else 0
-    return node.attributes.get_ints("perm", range(width)[::-1])
 
 
 def _regrouped(letters: str, sizes: dict[str, Dim], target: Sequence[Dim] | None) -> list[str] | None:

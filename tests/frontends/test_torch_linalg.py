@@ -15,6 +15,7 @@ pytest.importorskip("onnxscript")
 import graphc  # noqa: E402
 from graphc import frontends  # noqa: E402
 from graphc.errors import ModelError  # noqa: E402
+from graphc.training.inference import run_model  # noqa: E402
 
 pytestmark = pytest.mark.full
 
@@ -44,6 +45,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     "cholesky": lambda x: LINALG.cholesky(positive(x)),
     "cholesky, upper": lambda x: LINALG.cholesky(positive(x), upper=True),
     "qr": lambda x: torch.cat(LINALG.qr(x), -1),
+    "qr of a triangle": lambda x: torch.cat(LINALG.qr(torch.triu(x)), -1),
     "qr of more rows": lambda x: torch.cat(LINALG.qr(x[..., :3]), -2),
     "qr of more columns": lambda x: torch.cat(LINALG.qr(x[0, :3]), -1),
     "householder_product": lambda x: LINALG.householder_product(x[..., :4], x[:, 0, :4] + 1),
@@ -105,6 +107,18 @@ def test_values_and_gradients_are_those_of_pytorch(name: str) -> None:
     assert np.abs(gradient - slope).max() <= 1e-4 * np.abs(slope).max()
 
 
+def test_an_exponential_of_more_than_its_squarings_is_not_a_number() -> None:
+    class Turn(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return LINALG.matrix_exp(x)
+
+    turns = torch.tensor([[0.0, 1.0], [-1.0, 0.0]]) * torch.tensor([600.0, 800.0])[:, None, None]
+    model = frontends.export(Turn(), (turns,), dynamic_batch=False, exporter="dynamo")
+    (found,) = run_model(model, {"x": turns.numpy()}).values()
+    np.testing.assert_allclose(found[0], LINALG.matrix_exp(turns[0].double()).numpy(), atol=1e-4)
+    assert np.isnan(found[1]).any()
+
+
 class Orthogonal(torch.nn.Module):  # type: ignore[misc, name-defined]
     """Layers of orthogonal weights: as exponentials, products of reflections, and Cayley's quotients."""
 
@@ -118,11 +132,12 @@ class Orthogonal(torch.nn.Module):  # type: ignore[misc, name-defined]
         return (self.quotient(self.wide(torch.tanh(self.tall(self.square(x)))).relu()) ** 4).mean()
 
 
-def test_orthogonal_weights_train_as_in_pytorch_and_stay_orthogonal() -> None:
-    torch.manual_seed(4)
-    module, x = Orthogonal(), torch.randn(8, 40)
-    program = graphc.compile(module, example_inputs=(x,), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=0.2))
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.2), []
+def losses_beside_pytorch(module: Any, x: Any, rate: float, *, example: int) -> list[float]:
+    """The losses of five steps of SGD, the same here as in PyTorch; exported with the first ``example`` samples."""
+    program = graphc.compile(
+        module, example_inputs=(x[:example],), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=rate)
+    )
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=rate), []
     for _ in range(5):
         optimizer.zero_grad()
         loss = module(x)
@@ -131,6 +146,12 @@ def test_orthogonal_weights_train_as_in_pytorch_and_stay_orthogonal() -> None:
         losses.append(loss.item())
     with graphc.Trainer(program) as trainer:
         np.testing.assert_allclose([trainer.step({"x": x.numpy()})["loss"] for _ in losses], losses, rtol=1e-5)
+    return losses
+
+
+def test_orthogonal_weights_train_as_in_pytorch() -> None:
+    torch.manual_seed(4)
+    losses = losses_beside_pytorch(Orthogonal(), torch.randn(8, 40), 0.2, example=8)
     assert losses[-1] < 0.95 * losses[0]
 
 
@@ -151,17 +172,7 @@ class Coupled(torch.nn.Module):  # type: ignore[misc, name-defined]
 def test_an_invertible_convolution_trains_with_any_batch() -> None:
     torch.manual_seed(3)
     module = Coupled()
-    x = torch.randn(5, 6, 4, 4)
-    program = graphc.compile(module, example_inputs=(x[:2],), loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(lr=0.05))
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.05), []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = module(x)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    with graphc.Trainer(program) as trainer:
-        np.testing.assert_allclose([trainer.step({"x": x.numpy()})["loss"] for _ in losses], losses, rtol=1e-5)
+    losses_beside_pytorch(module, torch.randn(5, 6, 4, 4), 0.05, example=2)
 
 
 def test_large_matrices_are_refused_by_name() -> None:

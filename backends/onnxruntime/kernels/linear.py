@@ -102,7 +102,7 @@ def permuted_matmul(k: Binding) -> Run:
     a, b = a.transpose(k.attributes["permA"]), b.transpose(k.attributes["permB"])
     y = y.transpose(np.argsort(k.attributes["permY"]))
     stacks = _stacks(a, b, y)
-    if stacks[0].ndim == 3 or not is_better_on_tiles(k.pool, (y[..., 0, 0].size, *y.shape[-2:]), a.shape[-1]):
+    if stacks[0].ndim == 3 or not is_better_on_tiles(k.pool, stacks[2].shape[-3:], a.shape[-1]):
         return _products(k.pool, *stacks)
     return in_order([_products(k.pool, *(x[place] for x in stacks)) for place in np.ndindex(stacks[0].shape[:-3])])
 

@@ -156,7 +156,7 @@ def _log_determinant(a):  # type: ignore[no-untyped-def]
 
 
 def _qr(a, mode="reduced"):  # type: ignore[no-untyped-def]
-    """Householder's reflections, with LAPACK's signs."""
+    """Householder's reflections, with LAPACK's signs: it leaves a column alone that is zero below the diagonal."""
     op, columns, end = opset(), fixed_length(a, -1, "qr"), np.iinfo(np.int64).max
     rows = fixed_length(a, -2, "qr")
     count = min(rows, columns)
@@ -164,7 +164,8 @@ def _qr(a, mode="reduced"):  # type: ignore[no-untyped-def]
         raise NotImplementedError(f"qr of matrices with {count} rows or columns has no translation; {MOST} are the most")
     if mode == "complete" and rows > columns:
         raise NotImplementedError("qr with mode 'complete' has no gradient where rows outnumber columns; use 'reduced'")
-    rest, made, reflections, zero = a, [], [], like(0.0, a)
+    rest, made, reflections, zero, one = a, [], [], like(0.0, a), like(1.0, a)
+    signs = []
     for j in range(count):
         row = _part(rest, 0, 1, -2)
         if j < rows - 1:
@@ -175,19 +176,22 @@ def _qr(a, mode="reduced"):  # type: ignore[no-untyped-def]
             factor = op.Div(like(2.0, a), op.ReduceSum(op.Mul(v, v), _array([-2], np.int64)))
             rest = _reflected(rest, v, factor, len(a.shape))
             reflections.append((op.Pad(v, _array([j, 0], np.int64), zero, _array([-2], np.int64)), factor))
-            row = _part(rest, 0, 1, -2)
+            below = op.ReduceMax(op.Abs(_part(column, 1, end, -2)), _array([-2], np.int64))
+            signs.append(op.Where(op.Equal(below, zero), op.Neg(one), one))
+            row = op.Mul(_part(rest, 0, 1, -2), signs[-1])
         made.append(op.Pad(row, _array([j, 0], np.int64), zero, _array([-1], np.int64)) if j else row)
         if j < count - 1:
             rest = _part(_part(rest, 1, end, -2), 1, end, -1)
     r = op.Trilu(op.Concat(*made, axis=-2), upper=1)
     q = op.CastLike(_array(np.eye(rows, count), np.float32), a)
     if mode == "r":
-        return _part(op.Identity(q), 0, 0, -1), r
+        return op.CastLike(_array([], np.float32), a), r
     if not reflections:
         return op.Expand(q, op.Concat(op.Shape(a, end=-2), _array([rows, count], np.int64), axis=0)), r
     for v, factor in reversed(reflections):
         q = _reflected(q, v, factor, len(a.shape))
-    return q, r
+    signs += [op.Add(op.Mul(signs[0], zero), one)] * (count - len(signs))  # of a last row, which nothing reflects
+    return op.Mul(q, op.Concat(*signs, axis=-1)), r
 
 
 def _reflected(x: Any, v: Any, factor: Any, rank: int) -> Any:
@@ -197,7 +201,7 @@ def _reflected(x: Any, v: Any, factor: Any, rank: int) -> Any:
 
 
 def _householder_product(a, tau):  # type: ignore[no-untyped-def]
-    """Π (1 − τᵢ·vᵢ·vᵢᵀ) = 1 − V·T·Vᵀ, with T⁻¹·diag(τ) = 1 + N, N = diag(τ)·(VᵀV above the diagonal).
+    """Π (1 − τᵢ·vᵢ·vᵢᵀ) = 1 − V·T·Vᵀ, with T = (1 + N)⁻¹·diag(τ), N = diag(τ)·(VᵀV above the diagonal).
 
     Of blocks on the diagonal whose inverses are known, 1 × 1 at first, two are put together at a time:
     [[A, N], [0, B]]⁻¹ = [[A⁻¹, −A⁻¹·N·B⁻¹], [0, B⁻¹]].
@@ -224,13 +228,14 @@ SMALL, SQUARINGS, TERMS = 0.7, 10, 16
 
 
 def _matrix_exp(a):  # type: ignore[no-untyped-def]
-    """exp(a) = exp(a / 2ⁿ) squared n times, n chosen for each matrix; exact for norms up to 700."""
+    """exp(a) = exp(a / 2ⁿ) squared n times, n chosen for each matrix; exact for norms up to 700, NaN beyond."""
     op, count = opset(), fixed_length(a, -1, "matrix_exp")
     last = _array([-1], np.int64)
     norm = op.ReduceMax(op.ReduceSum(op.Abs(a), _array([-2], np.int64)), last)
     doublings = op.Log(op.Max(op.Div(norm, like(SMALL, a)), like(1.0, a)))
-    n = op.Min(op.Ceil(op.Div(doublings, like(math.log(2), a))), like(float(SQUARINGS), a))
+    n = op.Ceil(op.Div(doublings, like(math.log(2), a)))
     x = op.Div(a, op.Pow(like(2.0, a), n))
+    x = op.Where(op.LessOrEqual(n, like(float(SQUARINGS), a)), x, like(math.nan, a))
     eye = op.CastLike(_array(np.eye(count), np.float32), a)
     powers = [eye, x, op.MatMul(x, x)]
     powers.append(op.MatMul(powers[2], x))

@@ -1,6 +1,7 @@
 """Matrix products that read their operands, and write their result, in another order of axes.
 
-The ``permuted_products`` pass creates them, of Transposes around a MatMul, for backends whose kernels read memory with strides.
+The ``permuted_products`` pass makes them of a MatMul and the Transposes around it, for backends whose kernels read memory with
+strides.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def _permuted(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) 
     (dtype, of_a), (_, of_b) = (spec_of(value) for value in inputs)
     a, b = ([required(shape)[axis] for axis in attributes[perm]] for shape, perm in ((of_a, "permA"), (of_b, "permB")))
     if len(a) != len(b) or a[:-2] != b[:-2] or a[-1] != b[-2]:
-        raise ModelError(f"PermutedMatMul has operands of shapes {a} and {b}, which are no matrices that fit in pairs")
+        raise ModelError(f"PermutedMatMul has operands of shapes {a} and {b}, whose matrices cannot be multiplied")
     made = [*a[:-1], b[-1]]
     return [(dtype, ir.Shape([made[axis] for axis in attributes["permY"]]))]
 
