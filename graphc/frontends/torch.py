@@ -280,7 +280,8 @@ def _quiet() -> Iterator[None]:
             torch._C._jit_onnx_log = lambda *_: None
         for name in ("torch.onnx", "torch.fx.experimental.symbolic_shapes"):
             stack.enter_context(silent_reader(name))
-        stack.enter_context(silent_reader("torch._guards", logging.CRITICAL))  # what is raised is logged as well
+        for name in ("torch._guards", "torch.export"):
+            stack.enter_context(silent_reader(name, logging.CRITICAL))  # what is raised is logged as well
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(contextlib.redirect_stdout(unread))
         stack.enter_context(contextlib.redirect_stderr(unread))

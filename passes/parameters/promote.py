@@ -16,8 +16,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.facts import FLOATS, is_state
+from graphc.ir.exporter_records import recorded_kinds
+from graphc.ir.facts import FLOATS, inputs_of, is_state
 from graphc.ir.model_bytes import check_constant
+from graphc.ir.names import BUFFER, PARAMETER
 from graphc.ir.parameters import Decision, is_running_statistic
 from graphc.passes.parameters.decide import Rules
 from graphc.passes.parameters.uses import Use
@@ -42,17 +44,19 @@ def promote(model: ir.Model, fillers: Iterable[ir.Node], train: Sequence[str] | 
         A decision for each float constant, and the number of parameters taken from nodes.
     """
     graph, count, rules = model.graph, 0, Rules(model, train)
-    from_torch = model.producer_name == "pytorch"
+    merged = model.producer_name == "pytorch" and not recorded_kinds(graph)
     sources: dict[ir.Value, ir.TensorProtocol] = {}
     taken: list[Decision] = []
     for node in fillers:
         out = node.outputs[0]
-        if node.op_type == "Identity" and _alias(graph, node, from_torch):
+        if node.op_type == "Identity" and _alias(graph, node, merged):
             continue
         tensor = _tensor_of(node, sources)
         if tensor is None or tensor.dtype not in FLOATS:
             continue
         sources[out] = tensor
+        if any(BUFFER in source.metadata_props for source in inputs_of(node)):
+            out.metadata_props[BUFFER] = "true"
         users = list(out.uses())
         if len(users) == 1 and users[0].node.op_type in ("Identity", "Cast") and not out.is_graph_output():
             continue  # the parameter takes the name that the rest of the graph uses
@@ -80,17 +84,19 @@ def _decide_initializer(rules: Rules, value: ir.Value) -> Decision | None:
     return rules.decide(value, tensor)
 
 
-def _alias(graph: ir.Graph, node: ir.Node, from_torch: bool) -> bool:
+def _alias(graph: ir.Graph, node: ir.Node, merged: bool) -> bool:
     """Resolve an Identity of an initializer; returns True when the node is gone.
 
-    The TorchScript exporter merges parameters of equal initial value that way (a running variance with a scale, all
-    layers of an encoder), so each gets its own copy in its files. In other files it is one parameter used twice.
+    Args:
+        merged: parameters of equal initial value are one (a running variance and a scale, all layers of an encoder), as the
+            TorchScript exporter writes them, and each is to be its own. In other files it is one parameter used twice.
     """
     source, out = node.inputs[0], node.outputs[0]
     if source is None or not source.is_initializer() or source.const_value is None or out.is_graph_output():
         return False
     tensor = source.const_value
-    if from_torch and len(source.uses()) > 1 and tensor.dtype in FLOATS and tensor.shape:
+    known = PARAMETER in source.metadata_props or BUFFER in source.metadata_props
+    if merged and not known and len(source.uses()) > 1 and tensor.dtype in FLOATS and tensor.shape:
         _make_initializer(graph, out, tensor)
         return True
     out.replace_all_uses_with(source)

@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+import graphc
 from graphc import frontends
 from graphc.errors import ModelError, UsageError
 from graphc.frontends.torch import export, frozen
@@ -187,6 +188,36 @@ def test_the_export_is_a_copy_and_frozen_parameters_are_listed() -> None:
     with torch.no_grad():
         module[2].weight.zero_()
     np.testing.assert_array_equal(model.graph.initializers["2.weight"].const_value.numpy(), before)
+
+
+class Positions(nn.Module):
+    """Reads all of a parameter, and all of a buffer, in slices that may be shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.position = nn.Linear(6, 6), nn.Linear(6, 6), nn.Parameter(torch.randn(1, 5, 6))
+        self.register_buffer("shift", torch.randn(5, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.a, self.b):
+            x = layer(torch.tanh(x + self.position[:, : x.shape[1]] + self.shift[: x.shape[1]]))
+        return x
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_slice_that_holds_all_of_a_parameter_is_that_parameter(exporter: str) -> None:
+    torch.manual_seed(3)
+    module, x, y = Positions(), torch.randn(4, 5, 6), torch.randn(4, 5, 6)
+    model = frontends.export(module, x, exporter=exporter)
+    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.5))
+    trainer, labels = graphc.Trainer(program), program.model.graph.inputs[-1].name
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(module(x), y)
+        loss.backward()
+        optimizer.step()
+        assert trainer.step({"x": x.numpy(), labels: y.numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_what_cannot_be_exported() -> None:

@@ -31,11 +31,21 @@ def put(x: Any) -> Any:
     return x.index_put((torch.tensor([1, 2], dtype=torch.int32),), x[:2], accumulate=True)
 
 
+def attended(x: Any, *lead: int, mask: Any = None, **options: Any) -> Any:
+    """Attention with two heads of queries, where an axis of ``lead`` is 2, and one of keys."""
+    queries = torch.stack([x, x.cos()], 1) if 2 in lead else x
+    keys = x.sin().reshape(-1, *[1] * len(lead), 6, 1)
+    return F.scaled_dot_product_attention(queries.reshape(-1, *lead, 6, 1), keys, keys * 2, mask, **options)
+
+
 OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "squeeze of an axis that is longer": lambda x: x.squeeze(1) + x.unsqueeze(1).squeeze(1),
     "squeeze of several axes": lambda x: x.unsqueeze(1).squeeze((0, 1)),
     "index_put of 32-bit indices": put,
     **{f"scatter {r}, {i}": lambda x, r=r, i=i: scattered(x, r, i) for r in ("mean", "sum", "amax") for i in (True, False)},
+    "attention of three axes": lambda x: attended(x, is_causal=True, scale=0.3),
+    "attention of heads that share their keys": lambda x: attended(x, 2),
+    "attention of five axes": lambda x: attended(x, 1, 2, mask=torch.ones(2, 6, 6, dtype=torch.bool).tril()),
     "cumprod": lambda x: x.cumprod(1),
     "cumprod with a zero": lambda x: (x * (x != x.amax(1, keepdim=True))).cumprod(1),
     "cummax": lambda x: x.cummax(1)[0],

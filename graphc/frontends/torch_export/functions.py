@@ -192,7 +192,34 @@ def _convolution_of_samples(
     return result if bias is None else result + bias[:, None, None]
 
 
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor | None:
+    """The exporter knows attention of four dimensions with one key for each query's head; PyTorch takes any that broadcast."""
+    tensors = (query, key, value)
+    alike = all(_alike(t[..., 0, 0], query[..., 0, 0]) for t in tensors)
+    if options.get("enable_gqa") or (alike and query.dim() == 4):
+        return None
+    lead: Any = query.shape[:-2] if alike else torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))
+
+    def of_four_dimensions(x: torch.Tensor) -> torch.Tensor:
+        x = x if alike and x is not attn_mask else x.expand(*lead, *x.shape[-2:])
+        return x[None, None] if not lead else x.unsqueeze(1) if len(lead) == 1 else x.flatten(0, -4)
+
+    if attn_mask is not None and attn_mask.dim() > 2:
+        attn_mask = of_four_dimensions(attn_mask)
+    parts = [of_four_dimensions(t) for t in tensors]
+    result = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask, *args, **options)
+    return result.reshape(*lead, *result.shape[-2:])
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.scaled_dot_product_attention: _attention,
     torch.nn.functional.batch_norm: _batch_norm,
     torch.conv2d: _convolution_of_samples,
     torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
