@@ -168,6 +168,10 @@ def max_pool_grad(k: Binding) -> Run:
     begin = (*(0,) * len(lift), *window.begin)
     taps, strides, dilations = (*lift, *window.kernel), (*lift, *window.strides), (*lift, *window.dilations)
     planes = x.shape[0] * x.shape[1]
+    if dilations == (1, 1) and strides[1] >= taps[1] >= 8:
+        numbers = np.array([taps, strides, begin], dtype=np.int64)
+        arrays = [_planes(array) for array in (dy, x, y, dx)]
+        return k.pool.bind(_max_pool_grad_of_long_rows, (*arrays, numbers), planes, max(1, 16384 // math.prod(x.shape[2:])))
     parts = max(1, min(k.pool.threads, planes, y.size // 1024))
     found = on_lines((parts, y.shape[-1]), np.int32)
     images, slopes = _planes(x), _planes(dx)
@@ -280,6 +284,34 @@ def _max_pool_grad_of_volumes(dy, x, y, dx, numbers, start, stop):
                                     at_d, at_h, at_w = d, h, w
                     if at_d >= 0:
                         target[at_d, at_h, at_w] += dy[volume, p, r, q]
+
+
+@exact
+def _max_pool_grad_of_long_rows(dy, x, y, dx, numbers, start, stop):
+    """Windows that share no column and have at least a vector's elements in a row: each row is searched in vectors."""
+    (taps_h, taps_w), (stride_h, stride_w), (begin_h, begin_w) = numbers[0], numbers[1], numbers[2]
+    height, width = x.shape[1:]
+    for plane in range(start, stop):
+        source, target = x[plane], dx[plane]
+        target[:] = 0.0
+        for r in range(y.shape[1]):
+            top, bottom = max(r * stride_h - begin_h, 0), min(r * stride_h - begin_h + taps_h, height)
+            for q in range(y.shape[2]):
+                left, right = max(q * stride_w - begin_w, 0), min(q * stride_w - begin_w + taps_w, width)
+                wanted = y[plane, r, q]
+                if wanted != wanted:
+                    at = _last_nan(source, top, left, bottom - top, right - left, 1, 1)
+                    if at >= 0:
+                        target[at // width, at % width] += dy[plane, r, q]
+                    continue
+                for h in range(top, bottom):
+                    row, first = source[h, left:right], np.int32(right - left)
+                    for w in range(row.size):
+                        place = np.int32(w) if row[w] == wanted else first
+                        first = min(first, place)
+                    if first < row.size:
+                        target[h, left + first] += dy[plane, r, q]
+                        break
 
 
 @specialized

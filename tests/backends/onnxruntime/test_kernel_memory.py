@@ -187,6 +187,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 2, 3, 4), f(2, 3, 5, 6, 9), f(2, 3, 2, 3, 4), kernel_shape=[3, 2, 3], strides=[2, 2, 2]),
         c(f(2, 3, 2, 17), f(2, 3, 5, 35), f(2, 3, 2, 17), kernel_shape=[2, 2], strides=[2, 2]),
         c(f(2, 3, 2, 3, 4), f(2, 3, 5, 6, 9), f(2, 3, 2, 3, 4), kernel_shape=[2, 2, 2], strides=[2, 2, 2]),
+        c(f(2, 3, 2, 3), f(2, 3, 6, 25), f(2, 3, 2, 3), kernel_shape=[3, 9], strides=[3, 9], pads=[1, 2, 1, 2]),
     ],
     "CumSum": [
         c(f(*shape), i(axis), constants=(1,), exclusive=e, reverse=r)

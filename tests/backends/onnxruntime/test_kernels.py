@@ -224,6 +224,26 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
             compare("AveragePool", [x], both, pool)
 
 
+@pytest.mark.parametrize(
+    ("size", "attributes"),
+    [
+        ((12, 40), {"kernel_shape": [3, 9], "strides": [3, 9]}),
+        ((8, 34), {"kernel_shape": [3, 8], "strides": [2, 9], "pads": [1, 2, 1, 2]}),
+        ((20,), {"kernel_shape": [20], "strides": [20]}),
+    ],
+)
+def test_gradient_of_maxima_of_long_rows(size: tuple[int, ...], attributes: dict[str, Any], pool: ThreadPool) -> None:
+    x = torch.randint(0, 5, (2, 3, *size)).float().requires_grad_()  # many equal maxima: the first must win
+    x.data.reshape(2, -1)[:, ::47] = np.nan  # of which the last does
+    padding = attributes.get("pads", [0] * 2 * len(size))[: len(size)]
+    pooled = getattr(torch, f"max_pool{len(size)}d")(x, attributes["kernel_shape"], attributes["strides"], padding)
+    dy = torch.randn_like(pooled)
+    pooled.backward(dy)
+    operands = [value.detach().numpy() for value in (dy, x, pooled)]
+    (got,) = native("graphc::MaxPoolGrad", operands, attributes, pool, [x.detach().numpy()])
+    np.testing.assert_array_equal(got, x.grad.numpy())
+
+
 @pytest.mark.parametrize("count", [None, 100, 5, 1], ids=["whole lines", "many", "a few", "one"])
 @pytest.mark.parametrize("largest", [0, 1])
 @pytest.mark.parametrize(
