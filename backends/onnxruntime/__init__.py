@@ -94,7 +94,8 @@ class OnnxRuntimeBackend(Backend):
 
     name = "onnxruntime"
     unknown_sizes = True
-    rewrites = f"permuted_products{{narrowest={NARROWEST}}}"
+    # an Einsum that is no product before its sizes are known may be one afterwards
+    rewrites = f"einsum,permuted_products{{narrowest={NARROWEST}}}"
 
     def __init__(
         self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False, bf16_products: bool = False

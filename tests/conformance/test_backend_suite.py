@@ -9,6 +9,7 @@ import pytest
 from tests.conformance.backend_cases import EVER_WRONG, failures
 from tests.conformance.exceptions import EXCEPTIONS, reason
 from tests.conformance.suite import all_cases, quick_cases
+from tests.tiers import params
 
 BACKENDS = ("numpy", "onnxruntime")
 
@@ -16,7 +17,7 @@ PARTS = 8
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", range(0, PARTS, 3))
+@pytest.mark.parametrize("part", params(range(0, PARTS, 3), large=[3]))
 def test_every_eighth_case(part: int) -> None:
     """But those of pooling, which take 7 s to make: ``test_gradient_suite.py`` runs and differentiates them."""
     lines = failures("onnxruntime", quick_cases(), sorted(quick_cases())[part::PARTS])

@@ -17,6 +17,7 @@ from graphc.training.inference import run_model
 from tests.backends.host_kernels import HostDevice, cupy_on
 from tests.conformance import gradient_suite as suite
 from tests.conformance.gradient_cases import EXCEPTIONS, ROUGH, SINGLE, UNMATCHED_SINGLE, check
+from tests.tiers import params
 
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64", reason="the kernels of the tests need a C++ compiler"
@@ -52,7 +53,7 @@ def chosen() -> list[TestCase]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", params(range(3), large=[1]))
 def test_gradients_of_ops_with_kernels_of_their_own(
     part: int, monkeypatch: pytest.MonkeyPatch, register_backend: Callable[..., None]
 ) -> None:

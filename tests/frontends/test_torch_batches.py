@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ pytest.importorskip("onnxscript")
 
 import graphc  # noqa: E402
 from graphc.errors import FeedError, ModelError  # noqa: E402
+from tests.tiers import params  # noqa: E402
 
 pytestmark = pytest.mark.full
 
@@ -112,8 +114,9 @@ def trained(module: Any, example: int, size: int, **options: Any) -> tuple[list[
         return [float(trainer.step({"a": a.numpy(), "b": b.numpy()})["loss"]) for _ in range(2)], wanted
 
 
-@pytest.mark.parametrize("example", [1, 4])
-@pytest.mark.parametrize("name", ANY_SIZE)
+@pytest.mark.parametrize(
+    ("name", "example"), params(product(ANY_SIZE, (1, 4)), large=[(name, 1) for k, name in enumerate(ANY_SIZE) if k % 3])
+)
 def test_batches_of_any_size(name: str, example: int) -> None:
     torch.manual_seed(0)
     with warnings.catch_warnings(action="error", category=UserWarning):

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from graphc.frontends.onnx import load
 from graphc.pipeline import run as run_pipeline
 from tests.frontends.zoo import run
+from tests.tiers import params
 
 pytestmark = pytest.mark.full
 
@@ -139,7 +140,7 @@ RULES: list[Callable[[Program, str], None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", params(range(40), large=range(16, 40)))
 def test_passes_fold_what_onnxruntime_computes(seed: int) -> None:
     program = Program(seed)
     for batch in ("batch", SAMPLES, 5):

@@ -44,7 +44,7 @@ def assert_equal_training(found: list[dict[str, Any]], expected: dict[str, Any])
     ("name", "mesh"),
     params(
         product(CASES, ("tensor=2", "tensor=4", "data=2,tensor=2")),
-        large=[*product(CASES, ("tensor=2",)), ("bert", "tensor=4"), ("flat", "tensor=4")],
+        large=[*product(CASES, ("tensor=2",)), ("bert", "tensor=4"), ("flat", "tensor=4"), ("flat", "data=2,tensor=2")],
     ),
 )
 def test_parts_of_sequences_equal_one_worker(name: str, mesh: str) -> None:

@@ -113,7 +113,7 @@ def test_all_cases_run_as_cuda_in_any_order_of_threads(name: str) -> None:
 
 
 NETWORKS = list(product(("mlp", "lenet", "transformer-small"), (None, 3)))
-QUICKEST = [("lenet", None), ("transformer-small", None)]
+QUICKEST = [("lenet", None)]
 
 
 @pytest.mark.parametrize(("name", "splits"), params(NETWORKS, large=[c for c in NETWORKS if c not in QUICKEST]))

@@ -13,6 +13,7 @@ pytest.importorskip("onnxruntime")
 from graphc.backends.onnxruntime.pool import ThreadPool
 from graphc.ir.ops.recurrent_training import GRU, GRU_RESET_AFTER, LSTM, RELU, TANH
 from tests.backends.onnxruntime.node_cases import compare, native, reference
+from tests.tiers import thinned
 
 GATES = {LSTM: 4, GRU: 3, GRU_RESET_AFTER: 3, TANH: 1, RELU: 1}
 
@@ -55,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("cell", "direction", "sizes", "ragged", "states"), CASES)
+@pytest.mark.parametrize(("cell", "direction", "sizes", "ragged", "states"), thinned(CASES, 2))
 def test_a_layer_and_its_gradient(
     cell: str, direction: str, sizes: tuple[int, int, int], ragged: bool, states: bool, pool: ThreadPool
 ) -> None:

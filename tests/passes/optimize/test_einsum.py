@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from graphc.backend import make_backend
 from graphc.pipeline import Context, PassCall, run
+from graphc.plan.specialise import prepare
 from graphc.training.inference import run_model
 from tests.passes.optimize.beside_torch import ops_trained
 
@@ -145,6 +147,23 @@ class Attention(nn.Module):
 
 
 @pytest.mark.full
+def test_sizes_that_a_plan_knows_need_no_einsum() -> None:
+    """``graphc`` cannot tell that "rows" and "others" are one number until it gets arrays of that size."""
+    sizes = [["rows", 5, 3], ["others", 5, 4]]
+    inputs = [onnx.helper.make_tensor_value_info(f"in{k}", onnx.TensorProto.FLOAT, size) for k, size in enumerate(sizes)]
+    node = onnx.helper.make_node("Einsum", ["in0", "in1"], ["out"], equation="jbi,jbd->ibd")
+    out = onnx.helper.make_tensor_value_info("out", onnx.TensorProto.FLOAT, [3, 5, 4])
+    proto = onnx.helper.make_model(onnx.helper.make_graph([node], "g", inputs, [out]), ir_version=10)
+    model = ir.from_proto(proto)
+    run(model, [PassCall("legalize"), PassCall("einsum")])
+    assert left(model)
+    backend = make_backend("onnxruntime", threads=1)
+    try:
+        assert not left(prepare(model, {"in0": (7, 5, 3), "in1": (7, 5, 4)}, backend))
+    finally:
+        backend.close()
+
+
 def test_an_attention_of_einsums_is_fused_and_trains_as_in_pytorch() -> None:
     torch.manual_seed(0)
     module, x, label = Attention(), torch.randn(6, 7, 8), torch.randint(0, 5, (6,))

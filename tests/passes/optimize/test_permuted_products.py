@@ -12,6 +12,7 @@ import graphc
 from graphc.backend import make_backend
 from graphc.plan.partition import make_plan
 from tests.passes.optimize.beside_torch import ops_trained
+from tests.tiers import params
 
 MOVES = {"Transpose", "Reshape", "Squeeze"}
 
@@ -48,7 +49,7 @@ def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mix", [gates, linear, einsums, flat])
+@pytest.mark.parametrize("mix", params([gates, linear, einsums, flat], large=[linear, flat]))
 def test_no_step_only_transposes_operands_of_batched_products(mix: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
     module, x, label = Heads(mix), torch.randn(6, 40, 128), torch.randint(0, 5, (6,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import graphc
 from graphc.frontends.torch import export
+from tests.tiers import params
 
 
 class Squeeze(nn.Module):
@@ -44,8 +47,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    params(product(CASES, ("onnxruntime", "numpy")), large=[(case, "numpy") for k, case in enumerate(CASES) if k % 3]),
+)
 def test_trains_as_in_pytorch(case: str, backend: str) -> None:
     make, shape, products = CASES[case]
     torch.manual_seed(0)
