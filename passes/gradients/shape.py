@@ -118,9 +118,12 @@ def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     def scattered() -> Any:
         return scatter_back(op, x, dy, lambda positions: op.Slice(positions, starts, ends, axes, steps))
 
-    if first is None or (axes is not None and named is None) or (steps is not None and strides is None):
+    count = named.size if named is not None else None if axes is not None else _length(required(starts), 0)
+    if not isinstance(count, int) or (steps is not None and strides is None):
         return scattered()
-    where = [int(a) % rank(x) for a in (named if named is not None else range(first.size))]
+    where = [int(a) % rank(x) for a in (named.reshape(-1) if named is not None else range(count))]
+    if first is None:
+        return scattered() if strides is not None and (strides != 1).any() else _surround_from(op, x, dy, where, starts)
     begins = [int(s) for s in first.reshape(-1)]
     by = [1] * len(where) if strides is None else [int(s) for s in strides.reshape(-1)]
     lengths = [(_length(x, axis), _length(dy, axis)) for axis in where]
@@ -174,6 +177,15 @@ def _surround(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], start
     if all(k is not None for k in known):
         pads = op.const(np.concatenate([k for k in known if k is not None]))
     return pad_to(op, x, dy, pads, axes)
+
+
+def _surround_from(op: Builder, x: ir.Value, dy: ir.Value, axes: Sequence[int], starts: Any) -> Any:
+    """As :func:`_surround`, of starts that a run computes; a plan for given sizes often knows them."""
+    sizes, zero = op.lengths(*((x, axis) for axis in axes)), op.const([0])
+    starts = op.Cast(starts, to=int(ir.DataType.INT64))
+    before = op.Max(op.Min(op.Where(op.Less(starts, zero), op.Add(starts, sizes), starts), sizes), zero)
+    after = op.Sub(op.Sub(sizes, before), op.lengths(*((dy, axis) for axis in axes)))
+    return pad_to(op, x, dy, op.Concat(before, after, axis=0), axes)
 
 
 def pad_to(op: Builder, x: ir.Value, dy: ir.Value, pads: Any, axes: Sequence[int]) -> Any:

@@ -201,20 +201,20 @@ def _attention(
     **options: Any,
 ) -> torch.Tensor | None:
     """The exporter knows attention of four dimensions with one key for each query's head; PyTorch takes any that broadcast."""
-    tensors = (query, key, value)
-    alike = all(_alike(t[..., 0, 0], query[..., 0, 0]) for t in tensors)
+    alike = all(_alike(t[..., 0, 0], query[..., 0, 0]) for t in (key, value))
     if options.get("enable_gqa") or (alike and query.dim() == 4):
         return None
-    lead: Any = query.shape[:-2] if alike else torch.broadcast_shapes(*(t.shape[:-2] for t in tensors))
+    lead: Any = query.shape[:-2] if alike else torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)))  # type: ignore[no-untyped-call]
 
     def of_four_dimensions(x: torch.Tensor) -> torch.Tensor:
-        x = x if alike and x is not attn_mask else x.expand(*lead, *x.shape[-2:])
+        if x.dim() != len(lead) + 2 or not all(statically_known_true(a == b) for a, b in zip(x.shape, lead, strict=False)):
+            x = x.expand(*lead, *x.shape[-2:])
         return x[None, None] if not lead else x.unsqueeze(1) if len(lead) == 1 else x.flatten(0, -4)
 
-    if attn_mask is not None and attn_mask.dim() > 2:
-        attn_mask = of_four_dimensions(attn_mask)
-    parts = [of_four_dimensions(t) for t in tensors]
-    result = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask, *args, **options)
+    mask = attn_mask if attn_mask is None or attn_mask.dim() <= 2 else of_four_dimensions(attn_mask)
+    query, key, value = (of_four_dimensions(t) for t in (query, key, value))
+    attend: Callable[..., torch.Tensor] = torch.nn.functional.scaled_dot_product_attention
+    result = attend(query, key, value, mask, *args, **options)
     return result.reshape(*lead, *result.shape[-2:])
 
 

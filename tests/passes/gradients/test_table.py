@@ -111,3 +111,24 @@ def test_kinks_and_ties_are_those_of_pytorch(case: Case, peer: Any) -> None:
     found = gradients(model, feeds, [y], [values[k] for k in flowing])
     for k, gradient in zip(flowing, found, strict=True):
         np.testing.assert_allclose(gradient, tensors[k].grad.numpy(), rtol=1e-6, err_msg=f"input {k}")
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("symbolic", [0, 2], ids=["static", "symbolic"])
+@pytest.mark.parametrize(
+    ("starts", "ends"), [([1, 0], [3, 6]), ([-3, -100], [-1, 4]), ([2, 100], [100, 200]), ([4, 3], [2, 4])]
+)
+def test_a_slice_from_a_computed_place(starts: list[int], ends: list[int], symbolic: int, dtype: Any) -> None:
+    feeds = {
+        "x": np.random.default_rng(0).standard_normal((5, 6)),
+        "from": np.array(starts, dtype),
+        "to": np.array(ends, dtype),
+    }
+    model, (x, first, last) = new_model(feeds, symbolic=symbolic)
+    op = Builder(model.graph)
+    y = op.Slice(x, first, last, op.const([0, 1]))
+    (found,) = gradients(model, feeds, [y], [x])
+    expected = np.zeros((5, 6))
+    expected[tuple(map(slice, starts, ends))] = 1.0
+    np.testing.assert_array_equal(found, expected)
+    assert "ScatterElements" not in {node.op_type for node in model.graph}
