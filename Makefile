@@ -37,7 +37,7 @@ wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-6
 demo: $(BASE)  ## train the digits model on two workers (about a minute, installation apart)
 	$(BIN)/graphc demo
 
-test: $(STAMP) $(KERNELS)  ## the test suite, lint and types (8 minutes on 2 cores, 14 on slow ones)
+test: $(STAMP) $(KERNELS)  ## the test suite, lint and types (10 to 16 minutes on 2 slow cores)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type

@@ -8,7 +8,7 @@ where PyTorch's own does as well.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,7 +112,12 @@ def _reduced(loss: torch.Tensor, reduction: str) -> torch.Tensor | None:
 
 def _alike(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two shapes are known to be equal. PyTorch says what is wrong with others, or broadcasts them with a warning."""
-    return x.dim() == y.dim() and all(statically_known_true(a == b) for a, b in zip(x.shape, y.shape, strict=True))
+    return _same(x.shape, y.shape)
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether sizes are known to be equal."""
+    return len(a) == len(b) and all(statically_known_true(m == n) for m, n in zip(a, b, strict=True))
 
 
 def _arange(*bounds: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
@@ -201,14 +206,14 @@ def _attention(
     **options: Any,
 ) -> torch.Tensor | None:
     """The exporter knows attention of four dimensions with one key for each query's head; PyTorch takes any that broadcast."""
-    alike = all(_alike(t[..., 0, 0], query[..., 0, 0]) for t in (key, value))
+    sizes = [t.shape[:-2] for t in (query, key, value)]
+    alike = _same(sizes[0], sizes[1]) and _same(sizes[0], sizes[2])
     if options.get("enable_gqa") or (alike and query.dim() == 4):
         return None
-    lead: Any = query.shape[:-2] if alike else torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)))  # type: ignore[no-untyped-call]
+    lead: Any = sizes[0] if alike else torch.broadcast_shapes(*sizes)  # type: ignore[no-untyped-call]
 
     def of_four_dimensions(x: torch.Tensor) -> torch.Tensor:
-        if x.dim() != len(lead) + 2 or not all(statically_known_true(a == b) for a, b in zip(x.shape, lead, strict=False)):
-            x = x.expand(*lead, *x.shape[-2:])
+        x = x if _same(x.shape[:-2], lead) else x.expand(*lead, *x.shape[-2:])
         return x[None, None] if not lead else x.unsqueeze(1) if len(lead) == 1 else x.flatten(0, -4)
 
     mask = attn_mask if attn_mask is None or attn_mask.dim() <= 2 else of_four_dimensions(attn_mask)
