@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -131,6 +133,7 @@ class PlanCache:
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import Case, explain
 
+            _release(error)
             case = Case(model, shapes, self._batched, plan.mesh, rank, self._available - max(0, taken), self._program)
             raise explain(case, plan, self._backend.name, error) from error
 
@@ -144,3 +147,11 @@ class PlanCache:
             self._collectives = plan.collectives
         elif self._collectives != plan.collectives:
             raise WorldError("the collectives of a step depend on the batch size, which other workers cannot know")
+
+
+def _release(error: BaseException | None) -> None:
+    """Free the arrays of a plan that did not fit, which the frames of its error hold: a smaller batch may need their memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+    gc.collect()

@@ -17,6 +17,7 @@ import graphc
 from graphc.backend import BACKENDS
 from graphc.backends.cupy import CupyBackend
 from graphc.backends.cupy.device.cuda_graph import Recording
+from graphc.backends.cupy.libraries.cublaslt import WORKSPACE
 from graphc.bench.specs import SPECS
 from graphc.errors import DeviceMemoryError
 from graphc.report.memory import feed_shapes, memory_of
@@ -138,10 +139,12 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_runs(exported: Call
     half = memory_of(program.model, feed_shapes(program.model, count // 2), backend="cupy").total
     pool.set_limit(size=pool.total_bytes() + (needed + half) // 2)
     with graphc.Trainer(program, threads=1) as trainer:
-        before = trainer.state_sha256()
-        with pytest.raises(DeviceMemoryError, match=rf"needs .*{needed:,} bytes.*a batch of \d+ .*accumulate="):
+        before, used = trainer.state_sha256(), pool.used_bytes()
+        with pytest.raises(DeviceMemoryError, match=rf"needs .*{needed:,} bytes.*a batch of \d+ .*accumulate=") as refused:
             trainer.step(batch(name, count))
         assert trainer.state_sha256() == before
+        left = pool.used_bytes() - used
+        assert min(left, abs(left - WORKSPACE)) < 1 << 20, f"{left} bytes of a refused plan are held by {refused}"
         assert np.isfinite(trainer.step(batch(name, count // 4))["loss"])
 
 
