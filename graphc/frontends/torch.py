@@ -54,7 +54,7 @@ A second thread would put back what the first one has put there, or read a param
 """
 
 _CHANGED = "graphc.changed"
-"""Key in ``model.meta``: names of the buffers that a step of PyTorch's changes."""
+"""Key in ``model.meta``: names of the buffers that a step of PyTorch's changes, and one of graphc's does not."""
 
 _ASKED = "graphc.asked"
 """Key in ``model.meta``: what the module's code found out about the batch, and which is not so for every batch."""
@@ -78,8 +78,9 @@ def export(
         dynamic_batch: make the first dimension of every input that has the size of the first input's the symbol ``batch``.
         exporter: ``"dynamo"`` (``torch.export``), ``"torchscript"``, or ``"auto"``: the first of them that succeeds.
 
-    Parameters keep their names; shared parameters are one initializer. Buffers other than running statistics become
-    ``Constant`` nodes, so that they do not train. The module itself is left as it was, and the tensors are copies.
+    Parameters keep their names; shared parameters are one initializer. Buffers become ``Constant`` nodes, so that they do not
+    train; those that the module changes while it trains are initializers, and ``train_mode`` keeps what a step leaves in them.
+    The module itself is left as it was, and the tensors are copies.
 
     A BatchNormalization that is in evaluation mode while the module trains stays in inference mode, as it does in PyTorch; one
     whose parameters have ``requires_grad=False`` normalises with the statistics of the batch all the same. What ONNX cannot say
@@ -293,7 +294,7 @@ def _with_dynamo(
 ) -> ir.Model:
     import torch
 
-    from graphc.frontends.torch_export import batches
+    from graphc.frontends.torch_export import batches, buffers
 
     settings: dict[str, Any] = {
         "dynamo": True,
@@ -312,6 +313,9 @@ def _with_dynamo(
         for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
             try:
                 captured, asked = batches.capture(module, tensors, batched, strict=strict)
+                changed = buffers.changed(captured, module)
+                if changed:
+                    buffers.expose(captured, changed, _changed_in_evaluation(module, tensors, batched, strict))
                 program = _translated(captured, settings)
                 break
             except Exception as error:  # of the module, of the capture or of the translation
@@ -320,12 +324,27 @@ def _with_dynamo(
         else:
             raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])
     model: ir.Model = program.model
-    signature = getattr(program.exported_program, "graph_signature", None)
-    changed = signature.buffers_to_mutate.values() if signature is not None else ()
     model.meta[_ASKED] = asked
-    model.meta[_CHANGED] = [name for name in changed if not name.endswith((*_STATISTICS, "num_batches_tracked"))]
+    model.meta[_CHANGED] = buffers.collect(model, module, changed)
     drop_biases_of_volumes(model.graph)
     return model
+
+
+def _changed_in_evaluation(
+    module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], strict: bool
+) -> list[str]:
+    """The buffers that the module changes in evaluation too: a state that it hands from batch to batch."""
+    from graphc.frontends.torch_export import batches, buffers
+
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        return buffers.changed(batches.capture(module, tensors, batched, strict=strict)[0], module)
+    except Exception:  # of code that can be captured in training only
+        return []
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def _translated(captured: torch.export.ExportedProgram, settings: Mapping[str, Any]) -> Any:
@@ -372,11 +391,11 @@ def _with_torchscript(
 ) -> ir.Model:
     import torch
 
-    buffer = io.BytesIO()
+    file, before = io.BytesIO(), {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     torch.onnx.export(
         module,
         tuple(tensors),
-        buffer,  # type: ignore[arg-type]
+        file,  # type: ignore[arg-type]
         dynamo=False,
         do_constant_folding=False,
         training=torch.onnx.TrainingMode.PRESERVE,
@@ -384,7 +403,11 @@ def _with_torchscript(
         input_names=list(names),
         dynamic_axes={names[k]: {0: "batch"} for k in batched},
     )
-    return ir.from_proto(onnx.load_from_string(buffer.getvalue()))
+    model = ir.from_proto(onnx.load_from_string(file.getvalue()))
+    counted = (*_STATISTICS, "num_batches_tracked")  # of BatchNormalization, which ONNX has
+    after = [(name, buffer) for name, buffer in module.named_buffers() if name in before and not name.endswith(counted)]
+    model.meta[_CHANGED] = [name for name, buffer in after if not torch.equal(buffer, before[name])]
+    return model
 
 
 def _finish(model: ir.Model, module: torch.nn.Module) -> None:
@@ -409,7 +432,8 @@ def _finish(model: ir.Model, module: torch.nn.Module) -> None:
     for name in parameters & set(graph.initializers):
         graph.initializers[name].metadata_props[PARAMETER] = "true"
     constants = {name for name in buffers if not name.endswith(_STATISTICS)}
-    found = [v for v in graph.initializers.values() if v.name in constants and v.dtype in FLOATS]
+    held = [v for v in graph.initializers.values() if v.name in constants and BUFFER not in v.metadata_props]
+    found = [v for v in held if v.dtype in FLOATS]
     for value in found:
         del graph.initializers[value.name or ""]
     op = Builder(graph, before=next(iter(graph), None))

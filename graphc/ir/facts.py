@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graphc.errors import InternalError, ModelError, UnknownRankError
 from graphc.ir.declare import declaration_of
+from graphc.ir.names import BUFFER
 
 T = TypeVar("T")
 
@@ -206,6 +207,7 @@ def constant(value: ir.Value | None) -> np.ndarray | None:
         is_parameter(value)
         or value.is_graph_input()
         or is_state(value)
+        or BUFFER in value.metadata_props
         or (value.name or "").startswith("graphc.")  # reserved scalars change between steps and differ between ranks
     ):
         return None

@@ -44,7 +44,7 @@ GRADIENT_OF = "graphc.gradient_of"
 """Metadata key on a gradient: name of the value that it belongs to."""
 
 BUFFER = "graphc.buffer"
-"""Metadata key on the output of a ``Constant`` that holds a framework's buffer: it never trains."""
+"""Metadata key on a framework's buffer, which never trains: the output of a ``Constant``, or an initializer if it changes."""
 
 PARAMETER = "graphc.parameter"
 """Metadata key on an initializer that is a framework's parameter: it trains, also if it is a single number."""

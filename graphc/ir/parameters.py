@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphc.errors import UsageError, near_names
 from graphc.ir.declare import Role
 from graphc.ir.facts import is_parameter
+from graphc.ir.names import BUFFER
 from graphc.ir.updates import has_role
 
 
@@ -95,6 +96,9 @@ def matches(name: str, patterns: Iterable[str] | None) -> bool:
 
 
 def is_running_statistic(value: ir.Value) -> bool:
-    """Whether the value is a running mean or variance of a BatchNormalization, or another running statistic."""
+    """Whether the value is a running mean or variance of a BatchNormalization, or another running statistic.
+
+    Buffers that a PyTorch module changes while it trains are such, also where they are frozen.
+    """
     normalises = any(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in value.uses())
-    return normalises or has_role(value, Role.STATISTIC)
+    return normalises or BUFFER in value.metadata_props or has_role(value, Role.STATISTIC)

@@ -131,7 +131,8 @@ def own() -> list[dict[str, Any]]:
     rows = []
     for name in OPS:
         declaration = OPS[name]
-        kind = "update" if declaration.next_value else "collective" if declaration.effect else "compute"
+        collective = declaration.effect and declaration.decompose is None
+        kind = "update" if declaration.next_value else "collective" if collective else "compute"
         key = key_of(DOMAIN, name)
         rows.append(
             {

@@ -11,8 +11,8 @@ import numpy as np
 from graphc import frontends
 from graphc.device import Array
 from graphc.errors import NonFiniteError
-from graphc.ir.facts import array_of, is_float
-from graphc.ir.names import RESERVED
+from graphc.ir.facts import array_of, is_float, is_state
+from graphc.ir.names import BUFFER, RESERVED
 
 if TYPE_CHECKING:
     from graphc.training.trainer import Trainer
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 def trained_values(trainer: Trainer) -> dict[str, Array]:
     """The model's current initializers under the file's names; if any are sharded, every rank calls it."""
     state, graph = trainer.state, trainer.program.inference.graph
-    found = trainer.strategy.values([n for n, v in graph.initializers.items() if n not in RESERVED and is_float(v)])
+    names = {n: None for n, v in graph.initializers.items() if n not in RESERVED and is_float(v)}
+    names |= {
+        n: None for n, v in trainer.program.model.graph.initializers.items() if BUFFER in v.metadata_props and is_state(v)
+    }
+    found = trainer.strategy.values(list(names))
     for name in state.apart() if trainer.size > 1 else ():
         if name in found:  # ranks that update independently: the mean of their parameters
             found[name] = found[name].copy()

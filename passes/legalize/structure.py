@@ -10,7 +10,7 @@ import onnx_ir.passes.common
 
 from graphc.errors import ModelError
 from graphc.ir import OPSET
-from graphc.ir.declare import has_effect
+from graphc.ir.declare import declared, has_effect
 from graphc.ir.subgraphs import remove_with_bodies
 
 
@@ -58,6 +58,8 @@ def inline_functions(model: ir.Model) -> None:
     Raises:
         ModelError: functions call each other in a circle, or are written for another opset than the model.
     """
+    for key in [key for key in model.functions if declared(key[0], key[1]) is not None]:
+        del model.functions[key]  # a body for who runs the file without graphc
     if not model.functions:
         return
     version = model.opset_imports[""]

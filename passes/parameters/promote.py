@@ -167,5 +167,5 @@ def _constants(graph: ir.Graph, idle: set[str]) -> Iterator[ir.Value]:
         if tensor.dtype in FLOATS:
             if name in idle and value.uses() and not is_running_statistic(value):
                 yield value
-        elif tensor.size <= _SMALL:
+        elif tensor.size <= _SMALL and BUFFER not in value.metadata_props:
             yield value

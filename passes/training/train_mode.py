@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from graphc.errors import counted
+from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, dims, input_of, is_parameter
 from graphc.ir.names import BATCHNORM, LIVE, SEED, STEP
-from graphc.ir.parameters import check_patterns
+from graphc.ir.parameters import check_patterns, matches
 from graphc.ir.state import scalar
 from graphc.ir.subgraphs import bodies
 from graphc.passes.optimize.simplify import replace
@@ -56,6 +58,7 @@ def train_mode(
     check_patterns(graph, freeze=freeze)
     op = Builder(graph)
     averages: dict[ir.Value, _Average] = {}
+    following: dict[ir.Value, ir.Value] = {}
     normalised = dropped = 0
     for node in list(graph):
         op.before, op.scope = node, node.name or node.op_type
@@ -72,7 +75,15 @@ def train_mode(
                 dropped += 1
             else:
                 ctx.note(f"train_mode: {node.name} keeps its inference behaviour, for its ratio is no constant")
+        elif node.op_type == "BufferValue" and node.domain == DOMAIN:
+            _buffer_training(graph, op, node, freeze or (), following)
     op.before = None
+    for state, value in following.items():
+        if is_parameter(state):
+            averages[state] = _Average([(value, 0.0)])  # nothing of the old value stays
+        else:
+            op.scope = state.name or ""
+            op.graphc.Assign(state, value)
     if averages:
         op.scope = "samples"
         samples = _samples(graph, op)
@@ -85,7 +96,9 @@ def train_mode(
     for owner in graph:
         _note_bodies(owner, ctx, batchnorm, dropout)
     ctx.note(f"train_mode: {normalised} BatchNormalization and {dropped} Dropout nodes train")
-    return bool(normalised or dropped)
+    if following:
+        ctx.note(f"train_mode: {counted(len(following), 'buffer')} of the module change with every step")
+    return bool(normalised or dropped or following)
 
 
 def _note_bodies(owner: ir.Node, ctx: Context, batchnorm: bool, dropout: bool) -> None:
@@ -113,6 +126,10 @@ def inference_mode(model: ir.Model, ctx: Context) -> bool:
             changed |= _batchnorm_inference(graph, op, node)
         elif node.domain == "" and node.op_type == "Dropout":
             _without_dropout(graph, op, node)
+            changed = True
+        elif node.domain == DOMAIN and node.op_type == "BufferValue":
+            replace(graph, op, node.outputs[0], input_of(node, 0))
+            graph.remove(node, safe=True)
             changed = True
     return changed
 
@@ -158,6 +175,18 @@ def _batchnorm_training(graph: ir.Graph, op: Builder, node: ir.Node, averages: d
     replace(graph, op, node.outputs[0], y)
     if not any(out.uses() or out.is_graph_output() for out in node.outputs):
         graph.remove(node, safe=True)
+
+
+def _buffer_training(
+    graph: ir.Graph, op: Builder, node: ir.Node, freeze: Sequence[str], following: dict[ir.Value, ir.Value]
+) -> None:
+    """Read the current value of a buffer, unless it is frozen, and note it if it is the one that stays."""
+    stored, current = input_of(node, 0), input_of(node, 1)
+    frozen = matches(stored.name or "", freeze)
+    if node.attributes.get_int("updates", 0) and not frozen:
+        following[stored] = op.cast_like(current, stored)
+    replace(graph, op, node.outputs[0], stored if frozen else current)
+    graph.remove(node, safe=True)
 
 
 def _update(graph: ir.Graph, op: Builder, running: ir.Value, average: _Average, samples: ir.Value) -> None:

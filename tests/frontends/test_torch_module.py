@@ -148,10 +148,3 @@ def test_the_row_for_padding_trains_as_in_pytorch(tmp_path: Path) -> None:
 def test_what_would_train_otherwise_than_in_pytorch_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"row 2 of 'words.weight' trains"):
         frontends.export(Words(), torch.tensor([[1, 2]]), exporter="torchscript")
-
-
-@pytest.mark.full
-def test_buffers_that_only_pytorch_changes_are_warned_of() -> None:
-    module = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 4)), torch.nn.BatchNorm1d(4))
-    with pytest.warns(UserWarning, match=r"changes '0.parametrizations.weight.0._u', '0.parametrizations.weight.0._v' with"):
-        frontends.export(module, torch.randn(3, 6))

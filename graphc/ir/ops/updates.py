@@ -221,6 +221,15 @@ def running_average(
     return _unless(op, skip, running, op.Add(op.Mul(running, momentum), op.Mul(batch, share)))
 
 
+@declare("BufferValue", inputs="stored current", outputs="value", attributes={"updates": 0}, infer=same_as(0), effect=True)
+def buffer_value(op: Builder, stored: ir.Value, current: ir.Value, *, updates: int) -> ir.Value:
+    """A buffer that a PyTorch module changes while it trains: in training ``current``, in inference ``stored``.
+
+    With ``updates`` the current value is the one that stays: ``train_mode`` makes an update of it.
+    """
+    return op.Identity(stored)  # type: ignore[no-any-return]
+
+
 @declare(
     "Narrow",
     inputs="copy wide skip?",
