@@ -201,7 +201,7 @@ def make_declaration(name: str, **given: Unpack[Declared]) -> OpDeclaration:
         options.setdefault("reduces", dict.fromkeys((gradient, *divisors), "sum"))
         parameter = {} if Role.PARAMETER in options.get("roles", {}).values() else {states[0]: Role.PARAMETER}
         options["roles"] = {**dict.fromkeys(states, Role.OPTIMIZER), **parameter, **options.get("roles", {})}
-    if options.get("roles", {}).keys() != set(states):
+    if states and options.get("roles", {}).keys() != set(states):
         raise UsageError(f"the update {name!r} must give each of its states a role: roles={{{states[0]}: Role.…}}")
     return OpDeclaration(name, formals, Formal.parse(outputs), doc=inspect.cleandoc(doc), **options)
 
@@ -253,9 +253,9 @@ def required_declaration(node: ir.Node) -> OpDeclaration:
 
 
 def has_effect(node: ir.Node) -> bool:
-    """Whether the node must survive dead-code elimination and never be merged: collectives and updates."""
+    """Whether the node must survive dead-code elimination and never be merged: collectives, updates, what becomes an update."""
     declaration = declaration_of(node)
-    return declaration is not None and (declaration.effect or bool(declaration.next_value))
+    return declaration is not None and (declaration.effect or bool(declaration.next_value) or bool(declaration.roles))
 
 
 def decompose_node(op: Builder, node: ir.Node) -> tuple[ir.Value | None, ...]:

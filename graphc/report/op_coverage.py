@@ -131,8 +131,7 @@ def own() -> list[dict[str, Any]]:
     rows = []
     for name in OPS:
         declaration = OPS[name]
-        collective = declaration.effect and declaration.decompose is None
-        kind = "update" if declaration.next_value else "collective" if collective else "compute"
+        kind = "update" if declaration.roles else "collective" if declaration.effect else "compute"
         key = key_of(DOMAIN, name)
         rows.append(
             {

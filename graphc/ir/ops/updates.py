@@ -221,7 +221,14 @@ def running_average(
     return _unless(op, skip, running, op.Add(op.Mul(running, momentum), op.Mul(batch, share)))
 
 
-@declare("BufferValue", inputs="stored current", outputs="value", attributes={"updates": 0}, infer=same_as(0), effect=True)
+@declare(
+    "BufferValue",
+    inputs="stored current",
+    outputs="value",
+    attributes={"updates": 0},
+    infer=same_as(0),
+    roles={0: Role.STATISTIC},
+)
 def buffer_value(op: Builder, stored: ir.Value, current: ir.Value, *, updates: int) -> ir.Value:
     """A buffer that a PyTorch module changes while it trains: in training ``current``, in inference ``stored``.
 
