@@ -59,6 +59,9 @@ _CHANGED = "graphc.changed"
 _ASKED = "graphc.asked"
 """Key in ``model.meta``: what the module's code found out about the batch, and which is not so for every batch."""
 
+_HOOKED = "graphc.hooked"
+"""Key in ``model.meta``: whether the module's code puts a hook on the gradient of a tensor."""
+
 
 def export(
     module: torch.nn.Module,
@@ -190,6 +193,8 @@ def _warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Mapp
     if changed := notes.get(_CHANGED):
         names = ", ".join(map(repr, changed))
         warnings.warn(f"PyTorch changes {names} with every step of training; here each stays as it is now", stacklevel=5)
+    for hooked in _hooked(module, bool(notes.get(_HOOKED))):
+        warnings.warn(f"the hook on the gradient of {hooked} does not run in graphc", stacklevel=5)
     for name, part in module.named_modules():
         if getattr(part, "running_mean", None) is not None and getattr(part, "momentum", 0) is None:
             warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=5)
@@ -200,6 +205,18 @@ def _warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Mapp
                 " exporter of torch.export programs records it",
                 stacklevel=5,
             )
+
+
+def _hooked(module: torch.nn.Module, inside: bool) -> Iterator[str]:
+    """What has a hook on its gradient."""
+    if inside:
+        yield "a tensor that forward computes"
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            yield f"the parameter {name!r}"
+    for name, part in module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            yield f"the module {name!r}"
 
 
 def frozen(module: torch.nn.Module) -> list[str]:
@@ -294,7 +311,7 @@ def _with_dynamo(
 ) -> ir.Model:
     import torch
 
-    from graphc.frontends.torch_export import batches, buffers
+    from graphc.frontends.torch_export import batches, buffers, marks
 
     settings: dict[str, Any] = {
         "dynamo": True,
@@ -312,11 +329,11 @@ def _with_dynamo(
     with rnn.without_steps(), experts.of_any_type():
         for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
             try:
-                captured, asked = batches.capture(module, tensors, batched, strict=strict)
-                changed = buffers.changed(captured, module)
+                captured = batches.capture(module, tensors, batched, strict=strict)
+                changed = buffers.changed(captured.program, module)
                 if changed:
-                    buffers.expose(captured, changed, _changed_in_evaluation(module, tensors, batched, strict))
-                program = _translated(captured, settings)
+                    buffers.expose(captured.program, changed, _changed_in_evaluation(module, tensors, batched, strict))
+                program = _translated(captured.program, settings)
                 break
             except Exception as error:  # of the module, of the capture or of the translation
                 number = batched and "Unsupported attribute type" in str(error)  # a symbol where ONNX has an attribute
@@ -324,8 +341,9 @@ def _with_dynamo(
         else:
             raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])
     model: ir.Model = program.model
-    model.meta[_ASKED] = asked
+    model.meta[_ASKED], model.meta[_HOOKED] = captured.assumed, captured.hooked
     model.meta[_CHANGED] = buffers.collect(model, module, changed)
+    marks.define(model)
     drop_biases_of_volumes(model.graph)
     return model
 
@@ -339,7 +357,7 @@ def _changed_in_evaluation(
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        return buffers.changed(batches.capture(module, tensors, batched, strict=strict)[0], module)
+        return buffers.changed(batches.capture(module, tensors, batched, strict=strict).program, module)
     except Exception:  # of code that can be captured in training only
         return []
     finally:
@@ -391,18 +409,21 @@ def _with_torchscript(
 ) -> ir.Model:
     import torch
 
+    from graphc.frontends.torch_export import own_gradients
+
     file, before = io.BytesIO(), {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    torch.onnx.export(
-        module,
-        tuple(tensors),
-        file,  # type: ignore[arg-type]
-        dynamo=False,
-        do_constant_folding=False,
-        training=torch.onnx.TrainingMode.PRESERVE,
-        opset_version=_OPSET,
-        input_names=list(names),
-        dynamic_axes={names[k]: {0: "batch"} for k in batched},
-    )
+    with own_gradients.refused():
+        torch.onnx.export(
+            module,
+            tuple(tensors),
+            file,  # type: ignore[arg-type]
+            dynamo=False,
+            do_constant_folding=False,
+            training=torch.onnx.TrainingMode.PRESERVE,
+            opset_version=_OPSET,
+            input_names=list(names),
+            dynamic_axes={names[k]: {0: "batch"} for k in batched},
+        )
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
     counted = (*_STATISTICS, "num_batches_tracked")  # of BatchNormalization, which ONNX has
     after = [(name, buffer) for name, buffer in module.named_buffers() if name in before and not name.endswith(counted)]

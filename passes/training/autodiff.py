@@ -24,6 +24,7 @@ from graphc.ir.ops.recurrent import RECURRENT
 from graphc.ir.ops.recurrent_training import training_form
 from graphc.ir.parameters import select_trainable
 from graphc.passes.gradients.reverse_mode import ancestors, differentiate, resolve_late, zeros
+from graphc.passes.training.own_gradients import drop_stand_ins
 from graphc.pipeline import Context, graph_pass
 
 
@@ -67,6 +68,7 @@ def autodiff(
             gradients[source] = zeros(op, source)
     for source, value in gradients.items():
         _name_gradient(op, source, value)
+    drop_stand_ins(graph)
     ctx.note(f"autodiff: gradients of {counted(len(gradients), 'value')}, {counted(len(graph), 'node')}")
     return True
 

@@ -29,6 +29,7 @@ from graphc.ir.state import scalar
 from graphc.ir.subgraphs import bodies
 from graphc.passes.optimize.simplify import replace
 from graphc.passes.training.draws import first_row
+from graphc.passes.training.own_gradients import drop_stand_ins
 from graphc.pipeline import Context, graph_pass
 
 
@@ -119,7 +120,7 @@ def inference_mode(model: ir.Model, ctx: Context) -> bool:
     """Put BatchNormalization and Dropout of a file exported in training mode into inference mode."""
     graph = model.graph
     op = Builder(graph)
-    changed = False
+    changed = drop_stand_ins(graph)
     for node in list(graph):
         op.before, op.scope = node, node.name or node.op_type
         if node.domain == "" and node.op_type == "BatchNormalization":

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -21,11 +21,25 @@ from torch._dynamo.exc import UserError, UserErrorType
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
 
+from graphc.frontends.torch_export import own_gradients
 from graphc.frontends.torch_export.functions import OtherForms
 
 
 class FixedBatchError(Exception):
     """The code of a module takes the size of the batch for a number: what was captured is right for that size only."""
+
+
+class Capture(NamedTuple):
+    """What ``torch.export`` captured.
+
+    Attributes:
+        assumed: what the module's code found out about the batch's size; "" if other batches do not differ in it.
+        hooked: whether ``forward`` puts a hook on the gradient of a tensor.
+    """
+
+    program: ExportedProgram
+    assumed: str
+    hooked: bool
 
 
 _MULTIPLES = range(1, 9)
@@ -37,11 +51,8 @@ def enlarged(tensors: Sequence[torch.Tensor], batched: Sequence[int]) -> list[to
     return [t.repeat(8, *[1] * (t.dim() - 1)) if k in batched else t for k, t in enumerate(tensors)]
 
 
-def capture(
-    module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], *, strict: bool
-) -> tuple[ExportedProgram, str]:
-    """What ``torch.export`` captures of ``module`` called with ``tensors``, and what is assumed of the batch's size ("" if
-    nothing is that other batches may not have).
+def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], *, strict: bool) -> Capture:
+    """Capture ``module`` called with ``tensors``.
 
     Args:
         batched: the places of the inputs whose first dimension is a batch of any size.
@@ -63,9 +74,9 @@ def capture(
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # they read values, and a capture has none
     try:
-        with OtherForms():
+        with OtherForms() as forms, own_gradients.captured():
             try:
-                return captured(tensors, Dim("batch")), ""
+                return Capture(captured(tensors, Dim("batch")), "", forms.hooked)
             except UserError as error:
                 if not batched or error.error_type is not UserErrorType.CONSTRAINT_VIOLATION or "data-dependent" in str(error):
                     raise
@@ -75,7 +86,7 @@ def capture(
                     program = captured(example, Dim.AUTO)
                     assumed = _assumed(program, example[batched[0]].shape[0])
                     if assumed is not None:
-                        return program, assumed
+                        return Capture(program, assumed, forms.hooked)
             raise FixedBatchError(_guard_of(reason)) from None
     finally:
         Distribution.set_default_validate_args(checks)

@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
+from graphc.frontends.torch_export.marks import OPERATOR, arguments
 from graphc.ir import DOMAIN
 from graphc.ir.facts import FLOATS
 from graphc.ir.names import BUFFER
@@ -85,24 +86,8 @@ def expose(captured: ExportedProgram, names: Collection[str], always: Collection
 
 def _mark(graph: Graph, value: Node, name: str, updates: int = 0) -> Node:
     """A node ``graphc.BufferValue(value)`` with the buffer's name; :func:`collect` adds what is stored."""
-    like = value.meta["val"]
-    return graph.call_function(
-        torch.ops.onnx_symbolic._symbolic.default,
-        ([value], _KIND, int(ir.tensor_adapters.from_torch_dtype(like.dtype))),
-        {
-            "shape": list(like.shape),
-            "attr_keys": ["buffer", "updates"],
-            "attr_types": ["s", "i"],
-            "attr_pos": [(0, 1), (0, 1)],
-            "attr_ints": [updates],
-            "attr_floats": [],
-            "attr_strs": [name],
-            "metadata_props_keys": [],
-            "metadata_props_values": [],
-            "domain": DOMAIN,
-            "version": 1,
-        },
-    )
+    by_place, by_name = arguments(_KIND, [value], value.meta["val"], {"updates": updates, "buffer": name})
+    return graph.call_function(OPERATOR, by_place, by_name)
 
 
 def _uses_of(captured: ExportedProgram) -> _Uses:
@@ -201,9 +186,6 @@ def collect(model: ir.Model, module: torch.nn.Module, names: Collection[str]) ->
             current = first.outputs[0]
         node.outputs[0].replace_all_uses_with(current, replace_graph_outputs=True)
         graph.remove(node, safe=True)
-    if known:
-        model.opset_imports[DOMAIN] = 1
-        model.functions[DOMAIN, _KIND, ""] = _function(model.opset_imports[""])
     return [name for name in names if name not in kept]
 
 
@@ -231,11 +213,3 @@ def _fill(node: ir.Node, stored: ir.Value) -> None:
     node.replace_input_with(1, current)
     node.attributes.clear()
     node.attributes["updates"] = updates
-
-
-def _function(version: int) -> ir.Function:
-    """The function for who runs the file without graphc: what is stored."""
-    stored, current = ir.Value(name="stored"), ir.Value(name="current")
-    body = ir.node("Identity", [stored], outputs=[ir.Value(name="value")])
-    graph = ir.Graph([stored, current], body.outputs, nodes=[body], opset_imports={"": version}, name=_KIND)
-    return ir.Function(DOMAIN, _KIND, graph=graph, attributes=[ir.Attr("updates", ir.AttributeType.INT, None)])

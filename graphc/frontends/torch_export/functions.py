@@ -248,9 +248,16 @@ _FORMS: dict[Any, Callable[..., Any]] = {
 
 
 class OtherForms(TorchFunctionMode):
-    """Mode in which the functions of ``_FORMS`` are called in their other forms, where these return a result."""
+    """Mode in which the functions of ``_FORMS`` are called in their other forms, where these return a result.
+
+    Attributes:
+        hooked: whether a tensor got a hook on its gradient, which nothing of the capture tells.
+    """
+
+    hooked = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.hooked |= func is torch.Tensor.register_hook
         form = _FORMS.get(func)
         result = form(*args, **(kwargs or {})) if form is not None else None
         return func(*args, **(kwargs or {})) if result is None else result

@@ -1,0 +1,120 @@
+"""Keeps the gradients that a module's own ``torch.autograd.Function`` classes define.
+
+    class Sign(Function):                      y = Sign(x);  a = graphc.AdjointOf(y)
+        def forward(ctx, x): …                 t = graphc.AddAdjoint(a, x, backward of a)
+        def backward(ctx, dy): return dy       z = graphc.TakeAdjoint(y, a, t)
+
+A capture sees what ``forward`` computes, and would be differentiated through that: a straight-through estimator would have no
+gradient, a gradient reversal none that is reversed. Here ``backward`` is captured as well, of a stand-in for the adjoint, and
+three nodes tell ``autodiff`` whose adjoint that is and where the results go. Elsewhere they compute what ``forward`` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
+from torch.utils.checkpoint import CheckpointFunction
+
+from graphc.frontends.torch_export.marks import OPERATOR, arguments
+
+
+class _Context(FunctionCtx):
+    """What ``forward`` leaves for ``backward``."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.to_save: tuple[Any, ...] = ()
+        self.non_differentiable: tuple[torch.Tensor, ...] = ()
+        self.materialize_grads = True
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self.to_save
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """While the block runs, calls of a module's own Functions record their gradients. One thread captures at a time."""
+    original, calls = vars(Function)["apply"], itertools.count()
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:  # computes without gradients, which its backward pass makes up for
+            return args[0](*args[2:])
+        if kwargs or not torch.is_grad_enabled() or cls.__module__.partition(".")[0] == "torch":
+            return original.__func__(cls, *args, **kwargs)
+        return _recorded(cls, args, calls)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """While the block runs, calls of a module's own Functions fail: what traces them drops their gradients."""
+    original = vars(Function)["apply"]
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.partition(".")[0] != "torch":
+            raise TypeError(f"it would lose the gradient that the torch.autograd.Function {cls.__name__} defines")
+        return original.__func__(cls, *args, **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        Function.apply = original  # type: ignore[method-assign]
+
+
+def _recorded(function: Any, args: tuple[Any, ...], calls: Iterator[int]) -> Any:
+    """The outputs of a call of ``function``, with its gradient."""
+    floats = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
+    inputs = [x.clone() if is_float else x for x, is_float in zip(args, floats, strict=True)]  # it may assign to them
+    context = _Context(tuple(is_float and x.requires_grad for x, is_float in zip(args, floats, strict=True)))
+    with torch.no_grad():
+        if function.setup_context is _SingleLevelFunction.setup_context:
+            result = function.forward(context, *inputs)
+        else:
+            result = function.forward(*inputs)
+            function.setup_context(context, tuple(inputs), result)
+    if not any(context.needs_input_grad):
+        return result
+    outputs = result if isinstance(result, tuple) else (result,)
+    fixed = {id(y) for y in context.non_differentiable}
+    taken = [k for k, y in enumerate(outputs) if isinstance(y, torch.Tensor) and y.is_floating_point() and id(y) not in fixed]
+    if not taken:
+        return result
+    call = next(calls)
+    adjoints = {k: _node("AdjointOf", [outputs[k]], call=call) for k in taken}
+    with torch.no_grad():
+        given = [adjoints.get(k, _no_adjoint(context, y)) for k, y in enumerate(outputs)]
+        backward = function.backward if function.backward is not _SingleLevelFunction.backward else function.vjp
+        try:
+            found = backward(context, *given)
+        except Exception as error:
+            raise TypeError(f"the backward pass of {function.__name__} cannot be captured: {error}") from None
+    through = adjoints[taken[0]]
+    for x, needed, dx in zip(args, context.needs_input_grad, found if isinstance(found, tuple) else (found,), strict=False):
+        if needed and dx is not None:
+            fits = dx if dx.shape == x.shape else dx.sum_to_size(x.shape)
+            through = _node("AddAdjoint", [through, x, fits.to(x.dtype)])
+    marked = [_node("TakeAdjoint", [y, adjoints[k], through]) if k in adjoints else y for k, y in enumerate(outputs)]
+    return tuple(marked) if isinstance(result, tuple) else marked[0]
+
+
+def _no_adjoint(context: _Context, y: Any) -> torch.Tensor | None:
+    """What ``backward`` gets for an output without an adjoint."""
+    return torch.zeros_like(y) if context.materialize_grads and isinstance(y, torch.Tensor) else None
+
+
+def _node(kind: str, inputs: list[torch.Tensor], **attributes: int) -> torch.Tensor:
+    by_place, by_name = arguments(kind, inputs, inputs[0], attributes)
+    result: torch.Tensor = OPERATOR(*by_place, **by_name)
+    return result

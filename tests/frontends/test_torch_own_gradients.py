@@ -1,0 +1,296 @@
+"""Gradients that a module defines itself (``torch.autograd.Function``) are those that train it, as in PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import graphc
+from graphc.data import share
+from graphc.distributed.threads import run_threads
+from graphc.errors import ModelError
+from graphc.frontends.torch import export
+from tests.tiers import params
+
+SGD, MSE = graphc.optim.SGD(lr=0.1), graphc.losses.MSE()
+T = torch.Tensor
+
+
+class Sign(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: T) -> T:
+        return torch.sign(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: T) -> T:  # type: ignore[override]
+        return dy
+
+
+class Rounded(torch.autograd.Function):
+    """A quantiser whose gradient ends at its limits, and whose step learns, in the newer form of Functions."""
+
+    @staticmethod
+    def forward(x: T, step: T, limit: float) -> T:  # type: ignore[override]
+        return torch.clamp(torch.round(x / step), -limit, limit) * step
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[T, T, float], output: T) -> None:
+        x, step, ctx.limit = inputs
+        ctx.save_for_backward(x, step)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        x, step = ctx.saved_tensors
+        inside = (x / step).abs() <= ctx.limit
+        dstep = dy * torch.where(inside, torch.round(x / step) - x / step, torch.sign(x) * ctx.limit)
+        return dy * inside, dstep, None  # the engine sums dstep to the shape of step
+
+
+class Reversed(torch.autograd.Function):
+    """Returns its operand, and turns its gradient around."""
+
+    @staticmethod
+    def forward(ctx: Any, x: T, factor: float) -> T:  # type: ignore[override]
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: T) -> tuple[T, None]:  # type: ignore[override]
+        return -ctx.factor * dy, None
+
+
+class Parts(torch.autograd.Function):
+    """Several outputs, one of them of integers, with gradients of its own of both operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: T, w: T) -> tuple[T, T, T]:  # type: ignore[override]
+        y = x @ w
+        place = y.argmax(1)
+        ctx.mark_non_differentiable(place)
+        ctx.save_for_backward(x, w, y)
+        return y.relu(), place, y.square()
+
+    @staticmethod
+    def backward(ctx: Any, drelu: T, dplace: T | None, dsquare: T) -> tuple[T, T]:  # type: ignore[override]
+        x, w, y = ctx.saved_tensors
+        assert dplace is not None  # zeros
+        dy = drelu * (y > -0.1) + dsquare * y.clamp(-1, 1)
+        return 0.5 * dy @ w.t(), 2.0 * x.t() @ dy
+
+
+class Doubled(torch.autograd.Function):
+    """Assigns to its operand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: T) -> T:  # type: ignore[override]
+        ctx.mark_dirty(x)
+        return x.mul_(2.0)
+
+    @staticmethod
+    def backward(ctx: Any, dy: T) -> T:  # type: ignore[override]
+        return dy * 3.0
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)
+        self.step = torch.nn.Parameter(torch.tensor([0.25]))
+
+
+class Straight(Model):
+    """Binary activations and weights: the Function twice, once of a parameter."""
+
+    def forward(self, x: T) -> T:
+        h = Sign.apply(self.inner(x))  # type: ignore[no-untyped-call]
+        return functional.linear(h, Sign.apply(self.outer.weight), self.outer.bias) * self.step  # type: ignore[no-untyped-call]
+
+
+class Quantised(Model):
+    def forward(self, x: T) -> T:
+        return self.outer(Rounded.apply(self.inner(x).tanh(), self.step, 3.0))  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Adversarial(Model):
+    """Two heads of one encoder, one behind a reversal."""
+
+    def forward(self, x: T) -> T:
+        h = self.inner(x).tanh()
+        other = functional.linear(Reversed.apply(h, 0.3), self.outer.weight.flip(1))  # type: ignore[no-untyped-call]
+        return self.outer(h) + other * self.step  # type: ignore[no-any-return]
+
+
+class Several(Model):
+    def forward(self, x: T) -> T:
+        relu, place, square = Parts.apply(self.inner(x).tanh(), self.outer.weight.t())  # type: ignore[no-untyped-call]
+        return (relu + square * self.step) * (1 + functional.one_hot(place, 4))  # type: ignore[no-any-return]
+
+
+class OneOfSeveral(Model):
+    """The first output is not read: its adjoint is zero."""
+
+    def forward(self, x: T) -> T:
+        return Parts.apply(self.inner(x).tanh(), self.outer.weight.t())[2] * self.step  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Assigning(Model):
+    def forward(self, x: T) -> T:
+        return self.outer(Doubled.apply(self.inner(x).tanh() + 0.0)) * self.step  # type: ignore[no-any-return,no-untyped-call]
+
+
+class Checkpointed(Model):
+    """Of both kinds: the older one computes without gradients, and again in the backward pass."""
+
+    def forward(self, x: T) -> T:
+        h = checkpoint(lambda v: self.inner(v).tanh(), x + 0 * self.step, use_reentrant=True)
+        return checkpoint(lambda v: self.outer(v) * self.step, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+KINDS = [Straight, Quantised, Adversarial, Several, OneOfSeveral, Assigning, Checkpointed]
+
+
+def batch(seed: int) -> tuple[T, T]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def feeds(seed: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any]]:
+    x, label = batch(seed)
+    return {"x": x.numpy()[rows], "label": label.numpy()[rows]}
+
+
+def in_torch(module: torch.nn.Module, steps: int) -> list[float]:
+    losses, optimizer = [], torch.optim.SGD(module.parameters(), lr=0.1)
+    for seed in range(steps):
+        x, label = batch(seed)
+        loss = functional.mse_loss(module(x), label)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compare(values: dict[str, Any], module: torch.nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.grad is None:
+            continue  # not read by ``forward``
+        np.testing.assert_allclose(values[name], parameter.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", params(KINDS, full=[Several, Assigning, Checkpointed]))
+@pytest.mark.parametrize("source", params(["module", "file"], full=["file"]))
+def test_they_train_as_in_pytorch_and_evaluate_as_forward_does(kind: type[Model], source: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module: Any = kind()
+    path, given = tmp_path / "model.onnx", {"example_inputs": (batch(0)[0],)}
+    if source == "file":
+        graphc.frontends.save(export(module, batch(0)[0]), path)
+        given = {}
+    program = graphc.compile(path if source == "file" else module, loss=MSE, optimizer=SGD, **given)
+    with graphc.Trainer(program, threads=1) as trainer:
+        losses = [trainer.step(feeds(seed))["loss"] for seed in range(3)]
+        np.testing.assert_allclose(losses, in_torch(module, 3), rtol=1e-5)
+        compare(trainer.trained_values(), module)
+        x, label = batch(9)
+        with torch.no_grad():
+            y = module(x)
+        loss = trainer.evaluate([feeds(9)])["loss"]
+        np.testing.assert_allclose(loss, functional.mse_loss(y, label).item(), rtol=1e-5)
+        trainer.export(path)
+    (found,) = onnxruntime.InferenceSession(path).run(None, {"x": x.numpy()})
+    np.testing.assert_allclose(found, y.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_of_a_backward_pass_is_computed_twice_or_in_evaluation() -> None:
+    program = graphc.compile(Quantised(), loss=MSE, optimizer=SGD, example_inputs=(batch(0)[0],))
+    for model in (program.model, program.inference):
+        assert not {"AdjointOf", "AddAdjoint", "TakeAdjoint"} & {node.op_type for node in model.graph}
+    assert sum(node.op_type == "LessOrEqual" for node in program.model.graph) == 1
+    assert not any(node.op_type in ("LessOrEqual", "Sign") for node in program.inference.graph)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero 3": {"strategy": "zero:stage=3"},
+    "stages": {"mesh": graphc.Mesh(pipe=2)},
+    "micro-batches": {"accumulate": 2},
+    "recomputed": {"recompute": "all"},
+    "numpy": {"backend": "numpy"},
+}
+
+
+@pytest.mark.parametrize("name", params(OPTIONS, full=["micro-batches", "recomputed", "numpy"]))
+def test_every_strategy_follows_them(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module, path = Adversarial(), tmp_path / "model.onnx"
+    graphc.frontends.save(export(module, batch(0)[0]), path)
+    whole = name in ("stages", "numpy", "recomputed")
+
+    def train(comm: Any) -> tuple[list[float], dict[str, Any]]:
+        program = graphc.compile(path, loss=MSE, optimizer=SGD, **OPTIONS[name])
+        rows = slice(None) if whole else share(8, comm.rank, comm.size)
+        with graphc.Trainer(program, comm=comm, threads=1) as trainer:
+            return [trainer.step(feeds(seed, rows))["loss"] for seed in range(3)], trainer.trained_values()
+
+    results, expected = run_threads(1 if name in ("numpy", "recomputed") else 2, train), in_torch(module, 3)
+    for losses, values in results:
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        compare(values, module)
+
+
+def test_the_older_exporter_refuses_them() -> None:
+    with pytest.raises(ModelError, match=r"torchscript: .*lose the gradient that the torch\.autograd\.Function Sign defines"):
+        export(Straight(), batch(0)[0], exporter="torchscript")
+
+
+class Hooked(Model):
+    def forward(self, x: T) -> T:
+        h = self.inner(x).tanh()
+        if h.requires_grad:
+            h.register_hook(lambda dy: dy * 0.1)
+        return self.outer(h) * self.step  # type: ignore[no-any-return]
+
+
+def _hooked_parameter() -> Model:
+    module = Checkpointed()
+    module.inner.weight.register_hook(lambda dy: dy * 0.1)
+    return module
+
+
+def _hooked_module() -> Model:
+    module = Checkpointed()
+    module.outer.register_full_backward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Hooked, "a tensor that forward computes"),
+        (_hooked_parameter, r"the parameter 'inner\.weight'"),
+        (_hooked_module, "the module 'outer'"),
+    ],
+)
+def test_hooks_on_gradients_are_warned_of(make: Callable[[], Model], what: str) -> None:
+    with pytest.warns(UserWarning, match=f"the hook on the gradient of {what} does not run"):
+        export(make(), batch(0)[0])
+
+
+def test_other_modules_are_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = export(torch.nn.Linear(6, 4), batch(0)[0])
+    assert not model.functions
