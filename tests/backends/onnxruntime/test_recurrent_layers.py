@@ -56,7 +56,7 @@ CASES = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("cell", "direction", "sizes", "ragged", "states"), thinned(CASES, 2))
+@pytest.mark.parametrize(("cell", "direction", "sizes", "ragged", "states"), thinned(CASES, 3))
 def test_a_layer_and_its_gradient(
     cell: str, direction: str, sizes: tuple[int, int, int], ragged: bool, states: bool, pool: ThreadPool
 ) -> None:

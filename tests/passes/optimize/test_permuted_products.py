@@ -49,7 +49,7 @@ def flat(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mix", params([gates, linear, einsums, flat], large=[linear, flat]))
+@pytest.mark.parametrize("mix", params([gates, linear, einsums, flat], large=[linear, einsums, flat]))
 def test_no_step_only_transposes_operands_of_batched_products(mix: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
     module, x, label = Heads(mix), torch.randn(6, 40, 128), torch.randint(0, 5, (6,))
