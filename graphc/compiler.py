@@ -24,7 +24,7 @@ from graphc.ir.bound_inputs import bind_inputs
 from graphc.ir.declare import is_update
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import describe_value, is_float
-from graphc.ir.names import DETERMINISTIC, GRADIENT_OF, MESH, RESERVED, SCHEDULE
+from graphc.ir.names import BUFFER, DETERMINISTIC, GRADIENT_OF, MESH, RESERVED, SCHEDULE
 from graphc.ir.ops.collectives import collective_of
 from graphc.ir.updates import trains
 from graphc.losses import Loss
@@ -272,8 +272,9 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     check_untrained(original)
     freeze, train = ([names] if isinstance(names, str) else names for names in (arguments.freeze, arguments.train))
     if arguments.example_inputs is not None:
-        held = [name for name in frontends.frozen(model) if name in original.graph.initializers]
-        freeze = [*(freeze or ()), *held]
+        held = original.graph.initializers
+        still = [name for name in frontends.frozen(model) if name in held and BUFFER not in held[name].metadata_props]
+        freeze = [*(freeze or ()), *still]
     mesh = parallel.settle_nodes(arguments, arguments.mesh)
     kept = replace(arguments, freeze=freeze, train=train, example_inputs=None, dump_dir=None, after=None, mesh=mesh)
     if isinstance(arguments.passes, str):

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 import logging
 import re
 import threading
@@ -55,6 +56,9 @@ A second thread would put back what the first one has put there, or read a param
 
 _CHANGED = "graphc.changed"
 """Key in ``model.meta``: names of the buffers that a step of PyTorch's changes, and one of graphc's does not."""
+
+_ASSIGNED = "graphc.assigned"
+"""Key in ``model.meta``: names of the parameters that the module's code assigns to."""
 
 _ASKED = "graphc.asked"
 """Key in ``model.meta``: what the module's code found out about the batch, and which is not so for every batch."""
@@ -193,6 +197,13 @@ def _warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Mapp
     if changed := notes.get(_CHANGED):
         names = ", ".join(map(repr, changed))
         warnings.warn(f"PyTorch changes {names} with every step of training; here each stays as it is now", stacklevel=5)
+    if assigned := notes.get(_ASSIGNED):
+        names = ", ".join(map(repr, assigned))
+        warnings.warn(
+            f"forward assigns to {names}: it computes with what it assigns, but the optimizer goes on from what was there"
+            " before, and in PyTorch from what was assigned",
+            stacklevel=5,
+        )
     for hooked in _hooked(module, bool(notes.get(_HOOKED))):
         warnings.warn(f"the hook on the gradient of {hooked} does not run in graphc", stacklevel=5)
     for name, part in module.named_modules():
@@ -330,7 +341,11 @@ def _with_dynamo(
         for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
             try:
                 captured = batches.capture(module, tensors, batched, strict=strict)
-                changed = buffers.changed(captured.program, module)
+                trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+                written = buffers.changed(captured.program, module)
+                changed, assigned = ([name for name in written if (name in trained) is of_it] for of_it in (False, True))
+                if assigned:
+                    buffers.pass_through(captured.program, assigned)
                 if changed:
                     buffers.expose(captured.program, changed, _changed_in_evaluation(module, tensors, batched, strict))
                 program = _translated(captured.program, settings)
@@ -342,7 +357,7 @@ def _with_dynamo(
             raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])
     model: ir.Model = program.model
     model.meta[_ASKED], model.meta[_HOOKED] = captured.assumed, captured.hooked
-    model.meta[_CHANGED] = buffers.collect(model, module, changed)
+    model.meta[_CHANGED], model.meta[_ASSIGNED] = buffers.collect(model, module, changed), assigned
     marks.define(model)
     drop_biases_of_volumes(model.graph)
     return model
@@ -379,14 +394,16 @@ def _translated(captured: torch.export.ExportedProgram, settings: Mapping[str, A
 
 
 def _detach_without_gradients(captured: torch.export.ExportedProgram) -> None:
-    """Detach what is computed under ``torch.no_grad()``: ONNX has no such regions, and ``detach`` is recorded."""
+    """Detach what is computed under ``torch.no_grad()`` and what follows a ``detach_``: ONNX has neither, but ``detach``."""
     import torch
 
     region = torch.ops.higher_order.wrap_with_set_grad_enabled
     for module in captured.graph_module.modules():
         if not isinstance(module, torch.fx.GraphModule):
             continue
-        for node in module.graph.nodes:
+        for node in list(module.graph.nodes):
+            if node.target is torch.ops.aten.detach_.default:
+                _detach_what_follows(module.graph, node)
             if node.target is region and node.args[0] is False:
                 body = getattr(module, node.args[1].target)
                 result = body.graph.output_node()
@@ -394,6 +411,18 @@ def _detach_without_gradients(captured: torch.export.ExportedProgram) -> None:
                 with body.graph.inserting_before(result):
                     result.args = torch.fx.map_arg(result.args, functools.partial(_detached, body.graph))
                 body.recompile()
+        module.recompile()
+
+
+def _detach_what_follows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Replace a ``detach_`` by a ``detach`` that all later nodes read."""
+    (value,) = node.all_input_nodes
+    before = set(itertools.takewhile(lambda other: other is not node, graph.nodes))
+    with graph.inserting_after(node):
+        made = _detached(graph, value)
+    value.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made and user not in before)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
 
 
 def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
@@ -451,7 +480,8 @@ def _finish(model: ir.Model, module: torch.nn.Module) -> None:
                 value.metadata_props[BATCHNORM] = "inference" if module.training and not part.training else "train"
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name in parameters & set(graph.initializers):
-        graph.initializers[name].metadata_props[PARAMETER] = "true"
+        if BUFFER not in graph.initializers[name].metadata_props:
+            graph.initializers[name].metadata_props[PARAMETER] = "true"
     constants = {name for name in buffers if not name.endswith(_STATISTICS)}
     held = [v for v in graph.initializers.values() if v.name in constants and BUFFER not in v.metadata_props]
     found = [v for v in held if v.dtype in FLOATS]

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.exporter_records import recorded_kinds
+from graphc.ir.exporter_records import is_detached, recorded_kinds
 from graphc.ir.facts import FLOATS, inputs_of, is_state
 from graphc.ir.model_bytes import check_constant
 from graphc.ir.names import BUFFER, PARAMETER
@@ -49,7 +49,7 @@ def promote(model: ir.Model, fillers: Iterable[ir.Node], train: Sequence[str] | 
     taken: list[Decision] = []
     for node in fillers:
         out = node.outputs[0]
-        if node.op_type == "Identity" and _alias(graph, node, merged):
+        if is_detached(node) or (node.op_type == "Identity" and _alias(graph, node, merged)):
             continue
         tensor = _tensor_of(node, sources)
         if tensor is None or tensor.dtype not in FLOATS:

@@ -108,6 +108,21 @@ class State(torch.nn.Module):
         return y + self.state  # type: ignore[no-any-return]
 
 
+class Teacher(torch.nn.Module):
+    """A frozen copy of a layer follows it, as in BYOL and MoCo: parameters that change without training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher, self.out = torch.nn.Linear(6, 8), torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.data = slow.data * 0.9 + fast.data * 0.1
+        return self.out(self.student(x).tanh() * self.teacher(x))  # type: ignore[no-any-return]
+
+
 def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 6, generator=generator), torch.randn(rows, 4, generator=generator)
@@ -138,7 +153,7 @@ def compare_state(trainer: graphc.Trainer, module: torch.nn.Module) -> None:
         np.testing.assert_allclose(values[name], tensor.numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", params([Spectral, Average, Codebook, Part, State], full=[Part]))
+@pytest.mark.parametrize("kind", params([Spectral, Average, Codebook, Part, State, Teacher], full=[Part]))
 def test_they_follow_pytorch_and_the_exported_file_evaluates_as_the_module_does(
     kind: type[torch.nn.Module], tmp_path: Path
 ) -> None:

@@ -159,7 +159,41 @@ class Checkpointed(Model):
         return checkpoint(lambda v: self.outer(v) * self.step, h, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-KINDS = [Straight, Quantised, Adversarial, Several, OneOfSeveral, Assigning, Checkpointed]
+class Detached(Model):
+    """Parameters and results without gradients, in all ways to write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def gate(self, x: T) -> T:
+        return torch.sigmoid(self.inner(x))
+
+    def forward(self, x: T) -> T:
+        h = self.inner(x).tanh() * self.scale
+        y = functional.linear(h, self.outer.weight.data) + functional.linear(h * self.scale.detach(), self.outer.weight)
+        twice, kept = h * 2, h * 1
+        kept.detach_()
+        with torch.no_grad():
+            plain = self.outer(h)
+            with torch.enable_grad():
+                y = y + self.outer(twice * kept * self.gate(x) * h.clone().detach_())
+        return y * self.step + plain
+
+
+class Frequencies(Model):
+    """An embedding whose rows learn the mean of their gradients, not the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(6, 8, scale_grad_by_freq=True)
+
+    def forward(self, x: T) -> T:
+        return self.outer(self.table(x.abs().argmax(1)).tanh()) * self.step  # type: ignore[no-any-return]
+
+
+KINDS = [Detached, Frequencies, Straight, Quantised, Adversarial, Several, OneOfSeveral, Assigning, Checkpointed]
 
 
 def batch(seed: int) -> tuple[T, T]:
@@ -191,7 +225,7 @@ def compare(values: dict[str, Any], module: torch.nn.Module) -> None:
         np.testing.assert_allclose(values[name], parameter.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", params(KINDS, full=[Several, Assigning, Checkpointed]))
+@pytest.mark.parametrize("kind", params(KINDS, full=[Frequencies, Several, Assigning, Checkpointed]))
 @pytest.mark.parametrize("source", params(["module", "file"], full=["file"]))
 def test_they_train_as_in_pytorch_and_evaluate_as_forward_does(kind: type[Model], source: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -287,6 +321,31 @@ def _hooked_module() -> Model:
 def test_hooks_on_gradients_are_warned_of(make: Callable[[], Model], what: str) -> None:
     with pytest.warns(UserWarning, match=f"the hook on the gradient of {what} does not run"):
         export(make(), batch(0)[0])
+
+
+class Clamped(Model):
+    """Assigns to a parameter, and computes with what it assigned."""
+
+    def forward(self, x: T) -> T:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.1, 0.1)
+        return self.outer(self.inner(x).tanh()) * self.step  # type: ignore[no-any-return]
+
+
+def test_a_parameter_that_is_assigned_to_has_the_gradient_of_what_is_assigned() -> None:
+    torch.manual_seed(0)
+    module = Clamped()
+    before = module.inner.weight.detach().clone()
+    with pytest.warns(UserWarning, match="forward assigns to 'inner.weight'.*goes on from what was there before"):
+        program = graphc.compile(module, example_inputs=(batch(0)[0],), loss=MSE, optimizer=SGD)
+    assert torch.equal(module.inner.weight, before)
+    with graphc.Trainer(program, threads=1) as trainer:
+        loss, values = trainer.step(feeds(0))["loss"], trainer.trained_values()
+    np.testing.assert_allclose([loss], in_torch(module, 1), rtol=1e-5)
+    assert module.inner.weight.grad is not None
+    np.testing.assert_allclose(values["inner.weight"], (before - 0.1 * module.inner.weight.grad).numpy(), rtol=1e-5, atol=1e-6)
+    del values["inner.weight"]
+    np.testing.assert_allclose(values["outer.weight"], module.outer.weight.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_other_modules_are_not_warned_of() -> None:

@@ -1,4 +1,4 @@
-"""Keeps the buffers that a module changes while it trains: spectral norm's vectors, moving averages, counters.
+"""Keeps what a module changes while it trains: spectral norm's vectors, moving averages, counters, weights of a teacher.
 
     torch.div(x, x.norm(), out=u)              u' = x / ‖x‖
     sigma = u @ (W @ v)                        sigma = graphc.BufferValue(u, u') @ (W @ v)
@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -51,7 +52,7 @@ class _Uses:
 
 
 def changed(captured: ExportedProgram, module: torch.nn.Module) -> list[str]:
-    """Names of the buffers that a captured program of ``module`` assigns to, except what a normalisation counts."""
+    """Names of the buffers and parameters that a program captured of ``module`` assigns to, except counts of normalisations."""
     counters = {
         f"{name}.num_batches_tracked".lstrip(".") for name, part in module.named_modules() if isinstance(part, _NormBase)
     }
@@ -69,7 +70,8 @@ def expose(captured: ExportedProgram, names: Collection[str], always: Collection
         if (name := uses.whole[value]) in names and name not in always:
             with reader.graph.inserting_before(reader):
                 reader.replace_input_with(value, _mark(reader.graph, value, name))
-    places = {signature.inputs_to_buffers[n.name]: n for n in graph.nodes if n.name in signature.inputs_to_buffers}
+    held = _held(captured)
+    places = {held[n.name]: n for n in graph.nodes if n.name in held}
     result = graph.output_node()
     with graph.inserting_before(result):
         last = [_mark(graph, places[name], name, updates=1) for name in names]
@@ -84,14 +86,47 @@ def expose(captured: ExportedProgram, names: Collection[str], always: Collection
             part.recompile()
 
 
-def _mark(graph: Graph, value: Node, name: str, updates: int = 0) -> Node:
-    """A node ``graphc.BufferValue(value)`` with the buffer's name; :func:`collect` adds what is stored."""
-    by_place, by_name = arguments(_KIND, [value], value.meta["val"], {"updates": updates, "buffer": name})
+def pass_through(captured: ExportedProgram, names: Collection[str]) -> None:
+    """Give what the program computes with after it has assigned to the parameters ``names`` the gradient of these.
+
+    PyTorch assigns without a gradient: the parameter is what it was assigned, and its gradient that of this value.
+    """
+    uses, graph = _uses_of(captured), captured.graph
+    places = {node: uses.whole[node] for node in graph.nodes if node.op == "placeholder" and uses.whole.get(node) in names}
+    with graph.inserting_after(list(graph.nodes)[len(captured.graph_signature.input_specs) - 1]):
+        before = {name: _call(graph, torch.ops.aten.clone.default, node) for node, name in places.items()}
+    for reader, value in uses.reads:
+        if (name := uses.whole[value]) in before and reader.graph is graph:
+            with graph.inserting_before(reader):
+                adjoint = _own(graph, "AdjointOf", value, [value], {"call": -1})
+                through = _own(graph, "AddAdjoint", value, [adjoint, before[name], adjoint], {})
+                reader.replace_input_with(value, _own(graph, "TakeAdjoint", value, [value, adjoint, through], {}))
+    captured.graph_module.recompile()
+
+
+def _call(graph: Graph, operator_: Any, value: Node) -> Node:
+    made = graph.call_function(operator_, (value,))
+    made.meta = dict(value.meta)
+    return made
+
+
+def _own(graph: Graph, kind: str, like: Node, inputs: list[Node], attributes: Mapping[str, int | str]) -> Node:
+    by_place, by_name = arguments(kind, inputs, like.meta["val"], attributes)
     return graph.call_function(OPERATOR, by_place, by_name)
 
 
+def _mark(graph: Graph, value: Node, name: str, updates: int = 0) -> Node:
+    """A node ``graphc.BufferValue(value)`` with the buffer's name; :func:`collect` adds what is stored."""
+    return _own(graph, _KIND, value, [value], {"updates": updates, "buffer": name})
+
+
+def _held(captured: ExportedProgram) -> dict[str, str]:
+    """Placeholder → name of the buffer or parameter that it is."""
+    return {**captured.graph_signature.inputs_to_buffers, **captured.graph_signature.inputs_to_parameters}
+
+
 def _uses_of(captured: ExportedProgram) -> _Uses:
-    held, found = captured.graph_signature.inputs_to_buffers, _Uses()
+    held, found = _held(captured), _Uses()
     _visit(captured.graph_module, {node: held[node.name] for node in captured.graph.nodes if node.name in held}, found)
     found.reads += [(reader, value) for reader, value in _returned(captured.graph) if value in found.whole]
     return found
@@ -164,7 +199,7 @@ def collect(model: ir.Model, module: torch.nn.Module, names: Collection[str]) ->
     """
     if not names:
         return []
-    graph, tensors = model.graph, dict(module.named_buffers())
+    graph, tensors = model.graph, {**dict(module.named_buffers()), **dict(module.named_parameters())}
     del graph.outputs[-len(names) :]
     marks = [node for node in graph if node.op_type == _KIND and node.domain == DOMAIN]
     last = {node.attributes["buffer"].as_string(): node for node in marks if node.attributes["updates"].as_int()}

@@ -223,9 +223,48 @@ def _attention(
     return result.reshape(*lead, *result.shape[-2:])
 
 
+def _set_data(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """Assigns in place, which a capture sees: of what is put in a tensor's place it keeps memory that is gone (2.13)."""
+    with torch.no_grad():
+        x.copy_(value)
+    return True  # anything but None: it is done
+
+
+class _ByFrequency(torch.autograd.Function):
+    """The rows of an embedding with ``scale_grad_by_freq``: each one's gradient counts once, however often it is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.ids, ctx.count = ids, count
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        flat = ctx.ids.reshape(-1)
+        taken = torch.zeros(ctx.count, dtype=drows.dtype).scatter_add(0, flat, torch.ones_like(flat, dtype=drows.dtype))
+        return drows / taken[ctx.ids].unsqueeze(-1), None, None
+
+
+def _embedding(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor | None:
+    if not scale_grad_by_freq:
+        return None
+    rows = torch.nn.functional.embedding(input, weight, padding_idx, max_norm, norm_type, False, sparse)
+    result: torch.Tensor = _ByFrequency.apply(rows, input, weight.shape[0])  # type: ignore[no-untyped-call]
+    return result
+
+
 _FORMS: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.scaled_dot_product_attention: _attention,
     torch.nn.functional.batch_norm: _batch_norm,
+    torch.nn.functional.embedding: _embedding,
     torch.conv2d: _convolution_of_samples,
     torch.nn.functional.cross_entropy: _loss_of_each_sample(torch.nn.functional.cross_entropy),
     torch.nn.functional.binary_cross_entropy: _binary_cross_entropy,
@@ -244,6 +283,8 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.chunk: _chunk,
     torch.split: _split,
     torch.Tensor.split: _split,
+    torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
 }
 
 
