@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from graphc.errors import MissingExtraError, ModelError, UsageError
@@ -436,27 +435,11 @@ def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
 def _with_torchscript(
     module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], batched: Sequence[int]
 ) -> ir.Model:
-    import torch
+    from graphc.frontends.torch_export import traces
 
-    from graphc.frontends.torch_export import own_gradients
-
-    file, before = io.BytesIO(), {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    with own_gradients.refused():
-        torch.onnx.export(
-            module,
-            tuple(tensors),
-            file,  # type: ignore[arg-type]
-            dynamo=False,
-            do_constant_folding=False,
-            training=torch.onnx.TrainingMode.PRESERVE,
-            opset_version=_OPSET,
-            input_names=list(names),
-            dynamic_axes={names[k]: {0: "batch"} for k in batched},
-        )
-    model = ir.from_proto(onnx.load_from_string(file.getvalue()))
+    model, changed, hooked = traces.trace(module, names, tensors, {names[k]: {0: "batch"} for k in batched}, _OPSET)
     counted = (*_STATISTICS, "num_batches_tracked")  # of BatchNormalization, which ONNX has
-    after = [(name, buffer) for name, buffer in module.named_buffers() if name in before and not name.endswith(counted)]
-    model.meta[_CHANGED] = [name for name, buffer in after if not torch.equal(buffer, before[name])]
+    model.meta[_CHANGED], model.meta[_HOOKED] = [name for name in changed if not name.endswith(counted)], hooked
     return model
 
 

@@ -182,6 +182,33 @@ class Detached(Model):
         return y * self.step + plain
 
 
+class Traced(Model):
+    """The forms that the older exporter takes."""
+
+    def forward(self, x: T) -> T:
+        h = self.inner(x).tanh()
+        y = functional.linear(h, self.outer.weight.detach()) + self.outer(h * h.data)
+        with torch.no_grad():
+            plain = self.outer(h)
+        return y * self.step + plain
+
+
+def test_the_older_exporter_keeps_what_is_detached() -> None:
+    torch.manual_seed(0)
+    module = Traced()
+    model = export(module, batch(0)[0], exporter="torchscript")
+    with graphc.Trainer(graphc.compile(model, loss=MSE, optimizer=SGD), threads=1) as trainer:
+        np.testing.assert_allclose([trainer.step(feeds(seed))["loss"] for seed in range(3)], in_torch(module, 3), rtol=1e-5)
+        compare(trainer.trained_values(), module)
+
+
+class InPlace(Model):
+    def forward(self, x: T) -> T:
+        h = self.inner(x).tanh() * 1
+        h.detach_()
+        return self.outer(h) * self.step  # type: ignore[no-any-return]
+
+
 class Frequencies(Model):
     """An embedding whose rows learn the mean of their gradients, not the sum."""
 
@@ -285,9 +312,16 @@ def test_every_strategy_follows_them(name: str, tmp_path: Path) -> None:
         compare(values, module)
 
 
-def test_the_older_exporter_refuses_them() -> None:
-    with pytest.raises(ModelError, match=r"torchscript: .*lose the gradient that the torch\.autograd\.Function Sign defines"):
-        export(Straight(), batch(0)[0], exporter="torchscript")
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (Straight, r"lose the gradient that the torch\.autograd\.Function Sign defines"),
+        (InPlace, r"lose a detach_\(\); write x = x\.detach\(\)"),
+    ],
+)
+def test_what_the_older_exporter_would_lose_is_refused(kind: type[Model], what: str) -> None:
+    with pytest.raises(ModelError, match=f"torchscript: .*{what}"):
+        export(kind(), batch(0)[0], exporter="torchscript")
 
 
 class Hooked(Model):

@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "AdjointOf": ("Sub", "y", "call"),
     "AddAdjoint": ("Identity", "through x dx", None),
     "TakeAdjoint": ("Identity", "y adjoint through", None),
+    "StopGradient": ("Identity", "x", None),
 }
 """Kind of node → what it computes of its first operand outside graphc, its operands, its attribute."""
 
