@@ -303,7 +303,9 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
 
     split = stages.run_on_model(working, steps, run_step)
     _check_inputs(working.graph)
-    changed = working.clone() if split.changed else None
+    # no other runtime takes ONNX's Gradient: who exports the trained model gets the nodes that compute it
+    gradients = any(node.op_type == "Gradient" and node.domain != "" for node in original.graph)
+    changed = working.clone() if split.changed or gradients else None
     evaluation = stages.evaluation_graph(working, next((s for s in split.rest if s.name == "loss"), kept.loss.step()), ctx)
     if kept.mesh is not None:
         working.metadata_props[MESH] = str(kept.mesh)

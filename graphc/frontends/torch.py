@@ -119,6 +119,7 @@ def _exported(
     exporters: Mapping[str, Callable[..., ir.Model]],
 ) -> ir.Model:
     """What :func:`export` returns; no other thread may export, or change the module, meanwhile."""
+    from graphc.frontends.torch_export import own_gradients
     from graphc.frontends.torch_export.batches import FixedBatchError, enlarged
 
     _refuse_projections(module)
@@ -161,6 +162,7 @@ def _exported(
     _rename(
         model.graph, model.graph.outputs, output_names or (["output"] if count == 1 else [f"output_{k}" for k in range(count)])
     )
+    own_gradients.name_derivatives(model)
     return model
 
 
@@ -348,6 +350,7 @@ def _with_dynamo(
                 if changed:
                     buffers.expose(captured.program, changed, _changed_in_evaluation(module, tensors, batched, strict))
                 program = _translated(captured.program, settings)
+                _refuse_without_values(program.model)
                 break
             except Exception as error:  # of the module, of the capture or of the translation
                 number = batched and "Unsupported attribute type" in str(error)  # a symbol where ONNX has an attribute
@@ -360,6 +363,19 @@ def _with_dynamo(
     marks.define(model)
     drop_biases_of_volumes(model.graph)
     return model
+
+
+def _refuse_without_values(model: ir.Model) -> None:
+    """Refuse what ``torch.func`` leaves of a tensor of the capture: a constant that cannot be read."""
+    for name, value in model.graph.initializers.items():
+        tensor = getattr(value.const_value, "raw", None)
+        try:
+            if tensor is not None:
+                tensor.data_ptr()
+        except RuntimeError:
+            raise TypeError(
+                f"the capture made a constant without values of {name!r}, as it does of what torch.func makes"
+            ) from None
 
 
 def _changed_in_evaluation(

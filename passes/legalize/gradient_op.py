@@ -27,6 +27,12 @@ def is_gradient(node: ir.Node) -> bool:
     return node.op_type == "Gradient" and node.domain == DOMAIN_TRAINING
 
 
+def named_by(node: ir.Node) -> list[str]:
+    """The values that a Gradient node names."""
+    names = [node.attributes["y"].as_string()] if "y" in node.attributes else []
+    return [*names, *(name for key in ("xs", "zs") if key in node.attributes for name in node.attributes[key].as_strings())]
+
+
 def put_gradients_last(graph: ir.Graph) -> None:
     """Move every Gradient node after the value that it differentiates, because only an attribute names that value.
 

@@ -12,6 +12,7 @@ from graphc.errors import ModelError
 from graphc.ir import OPSET
 from graphc.ir.declare import declared, has_effect
 from graphc.ir.subgraphs import remove_with_bodies
+from graphc.passes.legalize.gradient_op import is_gradient, named_by
 
 
 def opset_of(model: ir.Model) -> int:
@@ -124,12 +125,13 @@ def initializers_are_no_inputs(graph: ir.Graph) -> None:
 
 
 def remove_dead(graph: ir.Graph) -> None:
-    """Remove nodes and initializers that no output depends on; collectives and updates stay."""
+    """Remove nodes and initializers that no output depends on; collectives and updates stay, and what a Gradient names."""
+    named = {name for node in graph if is_gradient(node) for name in named_by(node)}
     for node in reversed(list(graph)):
-        if not has_effect(node) and not any(v.uses() or v.is_graph_output() for v in node.outputs):
+        if not has_effect(node) and not any(v.uses() or v.is_graph_output() or v.name in named for v in node.outputs):
             remove_with_bodies(graph, node)
     for name, value in list(graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output() and not name.startswith("graphc."):
+        if not value.uses() and not value.is_graph_output() and not name.startswith("graphc.") and name not in named:
             del graph.initializers[name]
 
 

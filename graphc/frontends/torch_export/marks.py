@@ -10,6 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+import torch.onnx.ops  # defines the operator
 
 from graphc.ir import DOMAIN
 
@@ -50,6 +51,8 @@ def arguments(kind: str, inputs: Sequence[Any], like: torch.Tensor, attributes: 
 def define(model: ir.Model) -> None:
     """Give the file a function for each kind of node of graphc's own in it."""
     for kind in dict.fromkeys(node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN):
+        if kind not in _FUNCTIONS:
+            continue
         model.opset_imports[DOMAIN] = 1
         model.functions[DOMAIN, kind, ""] = _function(kind, model.opset_imports[""])
 

@@ -12,15 +12,20 @@ three nodes tell ``autodiff`` whose adjoint that is and where the results go. El
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import onnx_ir as ir
 import torch
 from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphc.frontends.torch_export.marks import OPERATOR, arguments
+from graphc.ir import DOMAIN
+
+TRAINING = "ai.onnx.preview.training"
+"""Domain of ONNX's ``Gradient``."""
 
 
 class _Context(FunctionCtx):
@@ -49,11 +54,44 @@ def captured() -> Iterator[None]:
             return original.__func__(cls, *args, **kwargs)
         return _recorded(cls, args, calls)
 
+    derivative = torch.autograd.grad
+
+    def grad(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func, which computes with this too
+        return derivative(*args, **kwargs) if transformed else _derivatives(*args, **kwargs)
+
     Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.autograd.grad = grad  # type: ignore[assignment]
     try:
         yield
     finally:
         Function.apply = original  # type: ignore[method-assign]
+        torch.autograd.grad = derivative
+
+
+def _derivatives(
+    outputs: torch.Tensor | Sequence[torch.Tensor],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """What ``torch.autograd.grad`` returns, as nodes that name what is differentiated; values that are unused give zeros."""
+    del retain_graph, only_inputs, allow_unused, materialize_grads
+    if is_grads_batched:
+        raise TypeError("torch.autograd.grad with is_grads_batched=True cannot be captured: call it once for each gradient")
+    parts = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    weights = [grad_outputs] if grad_outputs is None or isinstance(grad_outputs, torch.Tensor) else list(grad_outputs)
+    weights += [None] * (len(parts) - len(weights))
+    total = sum((y if w is None else y * w).sum() for y, w in zip(parts, weights, strict=True))
+    assert isinstance(total, torch.Tensor)
+    wanted = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    found = [_node("Derivative", [x, total]) for x in wanted]
+    return tuple(found if create_graph else (value.detach() for value in found))
 
 
 @contextmanager
@@ -118,3 +156,15 @@ def _node(kind: str, inputs: list[torch.Tensor], **attributes: int) -> torch.Ten
     by_place, by_name = arguments(kind, inputs, inputs[0], attributes)
     result: torch.Tensor = OPERATOR(*by_place, **by_name)
     return result
+
+
+def name_derivatives(model: ir.Model) -> None:
+    """Write a capture's ``Derivative`` nodes as ONNX's ``Gradient``, which names values: they keep their names from here on."""
+    for node in [node for node in model.graph if node.op_type == "Derivative" and node.domain == DOMAIN]:
+        model.opset_imports[TRAINING] = 1
+        x, total = node.inputs
+        assert x is not None
+        assert total is not None
+        node.op_type, node.domain = "Gradient", TRAINING
+        node.attributes["xs"], node.attributes["y"] = ir.AttrStrings("xs", [x.name or ""]), ir.AttrString("y", total.name or "")
+        node.resize_inputs(1)
