@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 def trained_values(trainer: Trainer) -> dict[str, Array]:
     """The model's current initializers under the file's names; if any are sharded, every rank calls it."""
     state, graph = trainer.state, trainer.program.inference.graph
-    names = {n: None for n, v in graph.initializers.items() if n not in RESERVED and is_float(v)}
-    names |= {
-        n: None for n, v in trainer.program.model.graph.initializers.items() if BUFFER in v.metadata_props and is_state(v)
-    }
-    found = trainer.strategy.values(list(names))
+    read = [n for n, v in graph.initializers.items() if n not in RESERVED and is_float(v)]
+    kept = [n for n, v in trainer.program.model.graph.initializers.items() if BUFFER in v.metadata_props and is_state(v)]
+    found = trainer.strategy.values(list(dict.fromkeys(read + kept)))
     for name in state.apart() if trainer.size > 1 else ():
         if name in found:  # ranks that update independently: the mean of their parameters
             found[name] = found[name].copy()

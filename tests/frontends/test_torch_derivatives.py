@@ -135,7 +135,26 @@ def test_workers_follow_one(options: dict[str, Any], tmp_path: Path) -> None:
         compare(values, module)
 
 
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: T) -> T:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, dy: T) -> T:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        share = x.sigmoid()
+        return dy * share * (1 + x * (1 - share))
+
+
 def test_what_cannot_be_captured_is_refused() -> None:
+    class Own(Potential):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy[1] = torch.nn.Module()
+            self.energy[1].forward = Swish.apply  # type: ignore[method-assign]
+
     class Batched(Penalty):
         def forward(self, x: T) -> T:
             h = self.inner(x)
@@ -146,6 +165,8 @@ def test_what_cannot_be_captured_is_refused() -> None:
             y, back = torch.func.vjp(self.energy, x)
             return back(torch.ones_like(y))[0]  # type: ignore[no-any-return]
 
+    with pytest.raises(ModelError, match=r"goes through a torch\.autograd\.Function, whose backward pass cannot"):
+        export(Own(), batch(0)[0])
     with pytest.raises(ModelError, match=r"is_grads_batched=True cannot be captured: call it once for each gradient"):
         export(Batched(), batch(0)[0], exporter="dynamo")
     with pytest.raises(ModelError, match="Transformed cannot be exported"):

@@ -111,11 +111,15 @@ class Model(torch.nn.Module):
         self.step = torch.nn.Parameter(torch.tensor([0.25]))
 
 
+sign = Sign.apply
+"""As modules often call them."""
+
+
 class Straight(Model):
     """Binary activations and weights: the Function twice, once of a parameter."""
 
     def forward(self, x: T) -> T:
-        h = Sign.apply(self.inner(x))  # type: ignore[no-untyped-call]
+        h = sign(self.inner(x))  # type: ignore[no-untyped-call]
         return functional.linear(h, Sign.apply(self.outer.weight), self.outer.bias) * self.step  # type: ignore[no-untyped-call]
 
 

@@ -12,15 +12,16 @@ three nodes tell ``autodiff`` whose adjoint that is and where the results go. El
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import onnx_ir as ir
 import torch
-from torch.autograd.function import Function, FunctionCtx, _SingleLevelFunction
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 from torch.utils.checkpoint import CheckpointFunction
 
+from graphc.errors import ModelError
 from graphc.frontends.torch_export.marks import OPERATOR, arguments
 from graphc.ir import DOMAIN
 
@@ -45,14 +46,14 @@ class _Context(FunctionCtx):
 @contextmanager
 def captured() -> Iterator[None]:
     """While the block runs, calls of a module's own Functions record their gradients. One thread captures at a time."""
-    original, calls = vars(Function)["apply"], itertools.count()
+    calls = itertools.count()
 
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is CheckpointFunction:  # computes without gradients, which its backward pass makes up for
             return args[0](*args[2:])
-        if kwargs or not torch.is_grad_enabled() or cls.__module__.partition(".")[0] == "torch":
-            return original.__func__(cls, *args, **kwargs)
-        return _recorded(cls, args, calls)
+        if not torch.is_grad_enabled() or _is_of_pytorch(cls):
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return _recorded(cls, args, kwargs, calls)
 
     derivative = torch.autograd.grad
 
@@ -60,13 +61,26 @@ def captured() -> Iterator[None]:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func, which computes with this too
         return derivative(*args, **kwargs) if transformed else _derivatives(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
     torch.autograd.grad = grad  # type: ignore[assignment]
+    try:
+        with _applied_by(apply):
+            yield
+    finally:
+        torch.autograd.grad = derivative
+
+
+@contextmanager
+def _applied_by(apply: Callable[..., Any]) -> Iterator[None]:
+    """Let ``apply`` run Functions, also through an ``f = Sign.apply`` of long ago: that calls the base class's in the end."""
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
-        torch.autograd.grad = derivative
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+def _is_of_pytorch(function: type) -> bool:
+    return function.__module__.partition(".")[0] == "torch"
 
 
 def _derivatives(
@@ -97,30 +111,26 @@ def _derivatives(
 @contextmanager
 def refused() -> Iterator[None]:
     """While the block runs, calls of a module's own Functions fail: what traces them drops their gradients."""
-    original = vars(Function)["apply"]
 
-    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.partition(".")[0] != "torch":
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_of_pytorch(cls):
             raise TypeError(f"it would lose the gradient that the torch.autograd.Function {cls.__name__} defines")
-        return original.__func__(cls, *args, **kwargs)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
+    with _applied_by(apply):
         yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]
 
 
-def _recorded(function: Any, args: tuple[Any, ...], calls: Iterator[int]) -> Any:
+def _recorded(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], calls: Iterator[int]) -> Any:
     """The outputs of a call of ``function``, with its gradient."""
     floats = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
     inputs = [x.clone() if is_float else x for x, is_float in zip(args, floats, strict=True)]  # it may assign to them
     context = _Context(tuple(is_float and x.requires_grad for x, is_float in zip(args, floats, strict=True)))
     with torch.no_grad():
         if function.setup_context is _SingleLevelFunction.setup_context:
-            result = function.forward(context, *inputs)
+            result = function.forward(context, *inputs, **kwargs)
         else:
-            result = function.forward(*inputs)
+            result = function.forward(*inputs, **kwargs)
             function.setup_context(context, tuple(inputs), result)
     if not any(context.needs_input_grad):
         return result
@@ -159,12 +169,37 @@ def _node(kind: str, inputs: list[torch.Tensor], **attributes: int) -> torch.Ten
 
 
 def name_derivatives(model: ir.Model) -> None:
-    """Write a capture's ``Derivative`` nodes as ONNX's ``Gradient``, which names values: they keep their names from here on."""
+    """Write a capture's ``Derivative`` nodes as ONNX's ``Gradient``, which names values: they keep their names from here on.
+
+    Raises:
+        ModelError: a gradient goes through a Function of the module's own, whose gradient has none here.
+    """
     for node in [node for node in model.graph if node.op_type == "Derivative" and node.domain == DOMAIN]:
         model.opset_imports[TRAINING] = 1
         x, total = node.inputs
         assert x is not None
         assert total is not None
+        if _passes_own_gradient(x, total):
+            raise ModelError(
+                "torch.autograd.grad in forward goes through a torch.autograd.Function, whose backward pass cannot be"
+                " differentiated again here: write the Function with PyTorch's operators"
+            )
         node.op_type, node.domain = "Gradient", TRAINING
         node.attributes["xs"], node.attributes["y"] = ir.AttrStrings("xs", [x.name or ""]), ir.AttrString("y", total.name or "")
         node.resize_inputs(1)
+
+
+def _passes_own_gradient(x: ir.Value, total: ir.Value) -> bool:
+    """Whether ``total`` depends on ``x`` through a node that takes an adjoint of its own."""
+    seen, stack = {x}, [x]
+    while stack:
+        for user in stack.pop().consumers():
+            stack += [value for value in user.outputs if value not in seen]
+            seen.update(user.outputs)
+    before, stack = {total}, [total]
+    while stack:
+        node = stack.pop().producer()
+        stack += [v for v in (node.inputs if node is not None else ()) if v is not None and v not in before]
+        before.update(v for v in (node.inputs if node is not None else ()) if v is not None)
+    producers = (value.producer() for value in seen & before)
+    return any(node is not None and node.op_type == "TakeAdjoint" and node.domain == DOMAIN for node in producers)
