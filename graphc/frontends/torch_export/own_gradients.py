@@ -12,6 +12,7 @@ three nodes tell ``autodiff`` whose adjoint that is and where the results go. El
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -45,13 +46,14 @@ class _Context(FunctionCtx):
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """While the block runs, calls of a module's own Functions record their gradients. One thread captures at a time."""
-    calls = itertools.count()
+    """While the block runs, calls of a module's own Functions by this thread record their gradients. One captures at a time."""
+    calls, thread = itertools.count(), threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is CheckpointFunction:  # computes without gradients, which its backward pass makes up for
+        here = threading.get_ident() == thread
+        if here and cls is CheckpointFunction:  # computes without gradients, which its backward pass makes up for
             return args[0](*args[2:])
-        if not torch.is_grad_enabled() or _is_of_pytorch(cls):
+        if not here or not torch.is_grad_enabled() or _is_of_pytorch(cls):
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         return _recorded(cls, args, kwargs, calls)
 
@@ -59,7 +61,8 @@ def captured() -> Iterator[None]:
 
     def grad(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func, which computes with this too
-        return derivative(*args, **kwargs) if transformed else _derivatives(*args, **kwargs)
+        other = transformed or threading.get_ident() != thread
+        return derivative(*args, **kwargs) if other else _derivatives(*args, **kwargs)
 
     torch.autograd.grad = grad  # type: ignore[assignment]
     try:
@@ -110,10 +113,15 @@ def _derivatives(
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """While the block runs, calls of a module's own Functions fail: what traces them drops their gradients."""
+    """While the block runs, calls of a module's own Functions by this thread fail: a trace drops their gradients."""
+
+    thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_of_pytorch(cls):
+        here = threading.get_ident() == thread
+        if here and cls is CheckpointFunction:
+            return args[0](*args[2:])
+        if here and not _is_of_pytorch(cls):
             raise TypeError(f"it would lose the gradient that the torch.autograd.Function {cls.__name__} defines")
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
