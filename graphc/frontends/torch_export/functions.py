@@ -223,6 +223,14 @@ def _attention(
     return result.reshape(*lead, *result.shape[-2:])
 
 
+def _packed(*_: Any, **__: Any) -> torch.Tensor:
+    """The rows of a packed sequence are as many as the lengths say, which only the data tell."""
+    raise TypeError(
+        "pack_padded_sequence cannot be captured: give the recurrent layer the padded batch, and take the last step of each"
+        " sample with gather, or mask what follows"
+    )
+
+
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> bool:
     """Assigns in place, which a capture sees: of what is put in a tensor's place it keeps memory that is gone (2.13)."""
     with torch.no_grad():
@@ -283,6 +291,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.chunk: _chunk,
     torch.split: _split,
     torch.Tensor.split: _split,
+    torch._VF._pack_padded_sequence: _packed,
     torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
 }
