@@ -60,7 +60,8 @@ class Check:
         watched = [self._places.array(v).reshape(-1) for v in reported]
         sources = [(group, k) for group in plan.groups if (k := group.source) is not None]
         gradients = [(group, k) for group, k in sources if group.buffer(k) not in self._places.state.flat]
-        watched += [part for group, k in gradients if (part := self._places.part(group, k)).size]
+        parts = [self._places.part(group, k) for group, k in gradients]
+        watched += [part for part in parts if part.size and part.dtype.kind not in "iub"]  # counters are always finite
         apart = any(group.sharded for group, _ in gradients) or plan.mesh.tensor > 1
         comm = self._comm if apart else self._together
         if self._places.memory.on_host:

@@ -232,6 +232,16 @@ def test_workers_share_what_they_keep(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(results[0][1][key], results[1][1][key], err_msg=key)
 
 
+@pytest.mark.gpu
+def test_counters_and_flags_change_on_a_gpu_as_averages_do() -> None:
+    torch.manual_seed(0)
+    module = Average()
+    program = graphc.compile(module, example_inputs=(batch(0)[0],), loss=MSE, optimizer=SGD, backend="cupy")
+    with graphc.Trainer(program, threads=1) as trainer:
+        np.testing.assert_allclose(in_graphc(trainer, range(5)), in_torch(module, range(5)), rtol=1e-5)
+        compare_state(trainer, module)
+
+
 def test_a_frozen_buffer_stays_and_is_read() -> None:
     torch.manual_seed(3)
     module = Average()
