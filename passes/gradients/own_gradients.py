@@ -22,6 +22,9 @@ zero_gradient("graphc::AdjointOf", origin=__name__)
 _ADJOINT = "graphc.adjoint"
 """Key in ``meta`` of an ``AdjointOf``'s result: what takes its place in the graph that is being differentiated."""
 
+_PLAIN = "graphc.plain"
+"""Key in ``meta`` of a value that depends on no stand-in; each call of a Function would ask again, up to the inputs."""
+
 
 @gradient("graphc::TakeAdjoint")
 def take_adjoint(op: Builder, node: ir.Node, dz: ir.Value) -> Any:
@@ -61,7 +64,7 @@ def _between(value: ir.Value) -> tuple[list[ir.Node], list[ir.Value]]:
     stack = [(value.producer(), False)]
     while stack:
         node, done = stack.pop()
-        if node is None or (node in seen and not done):
+        if node is None or (not done and (node in seen or _PLAIN in node.outputs[0].meta)):
             continue
         operands = [v for v in (*node.inputs, *captured(node)) if v is not None]
         if node.op_type == "AdjointOf" and node.domain == DOMAIN:
@@ -69,7 +72,9 @@ def _between(value: ir.Value) -> tuple[list[ir.Node], list[ir.Value]]:
             stand_ins.append(node.outputs[0])
             dependent.add(node.outputs[0])
         elif done:
-            if not dependent.isdisjoint(operands):
+            if dependent.isdisjoint(operands):
+                node.outputs[0].meta[_PLAIN] = True
+            else:
                 nodes.append(node)
                 dependent.update(node.outputs)
         else:
