@@ -93,7 +93,7 @@ def compare(values: dict[str, Any], module: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("source", params(["module", "file"], full=["file"]))
-@pytest.mark.parametrize("kind", params([Potential, Penalty, InnerStep], full=[Penalty]))
+@pytest.mark.parametrize("kind", params([Potential, Penalty, InnerStep], full=[Penalty, InnerStep]))
 def test_they_train_as_in_pytorch_and_run_in_plain_onnxruntime(
     kind: type[torch.nn.Module], source: str, tmp_path: Path
 ) -> None:
@@ -148,6 +148,7 @@ class Swish(torch.autograd.Function):
         return dy * share * (1 + x * (1 - share))
 
 
+@pytest.mark.full
 def test_what_cannot_be_captured_is_refused() -> None:
     class Own(Potential):
         def __init__(self) -> None:

@@ -256,7 +256,7 @@ def compare(values: dict[str, Any], module: torch.nn.Module) -> None:
         np.testing.assert_allclose(values[name], parameter.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", params(KINDS, full=[Frequencies, Several, Assigning, Checkpointed]))
+@pytest.mark.parametrize("kind", params(KINDS, full=[kind for kind in KINDS if kind is not Straight]))
 @pytest.mark.parametrize("source", params(["module", "file"], full=["file"]))
 def test_they_train_as_in_pytorch_and_evaluate_as_forward_does(kind: type[Model], source: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -297,7 +297,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", params(OPTIONS, full=["micro-batches", "recomputed", "numpy"]))
+@pytest.mark.parametrize("name", params(OPTIONS, full=OPTIONS))
 def test_every_strategy_follows_them(name: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, path = Adversarial(), tmp_path / "model.onnx"
@@ -316,6 +316,7 @@ def test_every_strategy_follows_them(name: str, tmp_path: Path) -> None:
         compare(values, module)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "what"),
     [
@@ -348,6 +349,7 @@ def _hooked_module() -> Model:
     return module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -370,6 +372,7 @@ class Clamped(Model):
         return self.outer(self.inner(x).tanh()) * self.step  # type: ignore[no-any-return]
 
 
+@pytest.mark.full
 def test_a_parameter_that_is_assigned_to_has_the_gradient_of_what_is_assigned() -> None:
     torch.manual_seed(0)
     module = Clamped()

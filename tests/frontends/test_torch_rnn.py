@@ -79,6 +79,7 @@ def test_pytorch_decomposes_layers_as_before_an_export() -> None:
     assert operators() == before > 20
 
 
+@pytest.mark.full
 def test_packed_sequences_are_refused_with_what_to_do() -> None:
     class Packed(torch.nn.Module):
         def __init__(self) -> None:
