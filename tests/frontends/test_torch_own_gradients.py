@@ -206,6 +206,15 @@ def test_the_older_exporter_keeps_what_is_detached() -> None:
         compare(trainer.trained_values(), module)
 
 
+class Clamped(Model):
+    """Assigns to a parameter, and computes with what it assigned."""
+
+    def forward(self, x: T) -> T:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.1, 0.1)
+        return self.outer(self.inner(x).tanh()) * self.step  # type: ignore[no-any-return]
+
+
 class InPlace(Model):
     def forward(self, x: T) -> T:
         h = self.inner(x).tanh() * 1
@@ -321,12 +330,16 @@ def test_every_strategy_follows_them(name: str, tmp_path: Path) -> None:
     ("kind", "what"),
     [
         (Straight, r"lose the gradient that the torch\.autograd\.Function Sign defines"),
+        (Clamped, r"lose the gradient of what forward assigns to 'inner\.weight'"),
         (InPlace, r"lose a detach_\(\); write x = x\.detach\(\)"),
     ],
 )
 def test_what_the_older_exporter_would_lose_is_refused(kind: type[Model], what: str) -> None:
+    module = kind()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
     with pytest.raises(ModelError, match=f"torchscript: .*{what}"):
-        export(kind(), batch(0)[0], exporter="torchscript")
+        export(module, batch(0)[0], exporter="torchscript")
+    assert all(map(torch.equal, before, module.parameters()))
 
 
 class Hooked(Model):
@@ -361,15 +374,6 @@ def _hooked_module() -> Model:
 def test_hooks_on_gradients_are_warned_of(make: Callable[[], Model], what: str) -> None:
     with pytest.warns(UserWarning, match=f"the hook on the gradient of {what} does not run"):
         export(make(), batch(0)[0])
-
-
-class Clamped(Model):
-    """Assigns to a parameter, and computes with what it assigned."""
-
-    def forward(self, x: T) -> T:
-        with torch.no_grad():
-            self.inner.weight.clamp_(-0.1, 0.1)
-        return self.outer(self.inner(x).tanh()) * self.step  # type: ignore[no-any-return]
 
 
 @pytest.mark.full

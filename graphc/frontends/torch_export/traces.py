@@ -26,6 +26,7 @@ def trace(
 ) -> tuple[ir.Model, list[str], bool]:
     """The model that a trace of ``module`` gives, the buffers that PyTorch changes, and whether a gradient has a hook."""
     file, before = io.BytesIO(), {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    parameters = [(name, parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()]
     torch.onnx.utils.register_custom_op_symbolic(_DETACH, _stop_gradient, opset)
     try:
         with own_gradients.refused(), _Detached() as mode:
@@ -41,7 +42,13 @@ def trace(
                 dynamic_axes=axes,
             )
     finally:
+        assigned = [name for name, parameter, value in parameters if not torch.equal(parameter, value)]
+        with torch.no_grad():
+            for _, parameter, value in parameters if assigned else ():
+                parameter.copy_(value)
         torch.onnx.utils.unregister_custom_op_symbolic(_DETACH, opset)
+    if assigned:
+        raise TypeError(f"it would lose the gradient of what forward assigns to {', '.join(map(repr, assigned))}")
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
     marks.define(model)
     after = dict(module.named_buffers())
