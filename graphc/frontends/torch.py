@@ -9,15 +9,13 @@ is nevertheless an ordinary model file in inference mode; the ``train_mode`` pas
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import io
-import itertools
 import logging
 import re
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,8 +24,6 @@ import onnx_ir as ir
 from graphc.errors import MissingExtraError, ModelError, UsageError
 from graphc.frontends.exporter_merging import drop_biases_of_volumes
 from graphc.frontends.onnx import to_inference
-from graphc.frontends.torch_export import complex as complex_numbers
-from graphc.frontends.torch_export import experts, linalg, losses, operators, rnn, special
 from graphc.ir.builder import Builder
 from graphc.ir.exporter_records import padding_row
 from graphc.ir.facts import FLOATS
@@ -36,6 +32,8 @@ from graphc.ir.toposort import silent_reader
 
 if TYPE_CHECKING:
     import torch
+
+    from graphc.frontends.torch_export.notes import Notes
 
 Inputs = Any
 """One tensor, a sequence of tensors, or a mapping from the names of ``forward``'s parameters to tensors."""
@@ -52,18 +50,6 @@ _EXPORTING = threading.Lock()
 
 A second thread would put back what the first one has put there, or read a parameter that has no values.
 """
-
-_CHANGED = "graphc.changed"
-"""Key in ``model.meta``: names of the buffers that a step of PyTorch's changes, and one of graphc's does not."""
-
-_ASSIGNED = "graphc.assigned"
-"""Key in ``model.meta``: names of the parameters that the module's code assigns to."""
-
-_ASKED = "graphc.asked"
-"""Key in ``model.meta``: what the module's code found out about the batch, and which is not so for every batch."""
-
-_HOOKED = "graphc.hooked"
-"""Key in ``model.meta``: whether the module's code puts a hook on the gradient of a tensor."""
 
 
 def export(
@@ -100,7 +86,7 @@ def export(
         import torch
     except ImportError:
         raise MissingExtraError("a torch.nn.Module needs PyTorch; install it with: pip install 'graphc[torch]'") from None
-    exporters: dict[str, Callable[..., ir.Model]] = {"dynamo": _with_dynamo, "torchscript": _with_torchscript}
+    exporters: dict[str, Callable[..., tuple[ir.Model, Notes]]] = {"dynamo": _with_dynamo, "torchscript": _with_torchscript}
     if exporter not in ("auto", *exporters):
         raise UsageError(f"exporter={exporter!r} is none of auto, {', '.join(exporters)}")
     if not isinstance(module, torch.nn.Module):
@@ -116,11 +102,12 @@ def _exported(
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
     dynamic_batch: bool,
-    exporters: Mapping[str, Callable[..., ir.Model]],
+    exporters: Mapping[str, Callable[..., tuple[ir.Model, Notes]]],
 ) -> ir.Model:
     """What :func:`export` returns; no other thread may export, or change the module, meanwhile."""
     from graphc.frontends.torch_export import own_gradients
     from graphc.frontends.torch_export.batches import FixedBatchError, enlarged
+    from graphc.frontends.torch_export.notes import warn
 
     _refuse_projections(module)
     names, tensors = _bind(module, example_inputs)
@@ -132,7 +119,7 @@ def _exported(
     for name, function in exporters.items():
         try:
             with _training(module), _quiet():
-                model = function(module, names, tensors, batched)
+                model, notes = function(module, names, tensors, batched)
             break
         except FixedBatchError as error:  # the other exporter would write the size down, and let the batch have any other
             model = _exported(module, example_inputs, input_names, output_names, False, exporters)
@@ -156,7 +143,7 @@ def _exported(
             failures.append("end the module in its scores, and train it with the loss graphc.losses.CTC")
         raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
     _finish(model, module)
-    _warn(module, {padding_row(node) for node in model.graph.all_nodes()}, model.meta)
+    warn(module, {padding_row(node) for node in model.graph.all_nodes()}, notes)
     _rename(model.graph, model.graph.inputs, input_names or names)
     count = len(model.graph.outputs)
     _rename(
@@ -182,53 +169,6 @@ def _refuse_projections(module: torch.nn.Module) -> None:
                 f"{name!r} has proj_size={part.proj_size}, and ONNX has no LSTM with projections: use proj_size=0, or write "
                 "the layer as torch.nn.LSTMCell and torch.nn.Linear in a loop over the steps"
             )
-
-
-def _warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Mapping[str, Any]) -> None:
-    """Warns of what trains differently than in PyTorch.
-
-    Args:
-        recorded: the rows for padding that the file tells.
-        notes: what the exporter left in ``model.meta``.
-    """
-    import torch
-
-    if asked := notes.get(_ASKED):
-        warnings.warn(f"the batch's size decides what {type(module).__name__} computes; here {asked} always", stacklevel=5)
-    if changed := notes.get(_CHANGED):
-        names = ", ".join(map(repr, changed))
-        warnings.warn(f"PyTorch changes {names} with every step of training; here each stays as it is now", stacklevel=5)
-    if assigned := notes.get(_ASSIGNED):
-        names = ", ".join(map(repr, assigned))
-        warnings.warn(
-            f"forward assigns to {names}: it computes with what it assigns, but the optimizer goes on from what was there"
-            " before, and in PyTorch from what was assigned",
-            stacklevel=5,
-        )
-    for hooked in _hooked(module, bool(notes.get(_HOOKED))):
-        warnings.warn(f"the hook on the gradient of {hooked} does not run in graphc", stacklevel=5)
-    for name, part in module.named_modules():
-        if getattr(part, "running_mean", None) is not None and getattr(part, "momentum", 0) is None:
-            warnings.warn(f"ONNX has no average over all batches: {name!r} with momentum=None averages otherwise", stacklevel=5)
-        row = part.padding_idx if isinstance(part, torch.nn.Embedding) else None
-        if row is not None and row not in recorded and part.weight.requires_grad:
-            warnings.warn(
-                f"this file tells no padding_idx: row {row} of '{name}.weight' trains here, which it does not in PyTorch; the"
-                " exporter of torch.export programs records it",
-                stacklevel=5,
-            )
-
-
-def _hooked(module: torch.nn.Module, inside: bool) -> Iterator[str]:
-    """What has a hook on its gradient."""
-    if inside:
-        yield "a tensor that forward computes"
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            yield f"the parameter {name!r}"
-    for name, part in module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            yield f"the module {name!r}"
 
 
 def frozen(module: torch.nn.Module) -> list[str]:
@@ -320,143 +260,20 @@ def _quiet() -> Iterator[None]:
 
 def _with_dynamo(
     module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], batched: Sequence[int]
-) -> ir.Model:
-    import torch
+) -> tuple[ir.Model, Notes]:
+    from graphc.frontends.torch_export import programs
 
-    from graphc.frontends.torch_export import batches, buffers, marks
-
-    settings: dict[str, Any] = {
-        "dynamo": True,
-        "optimize": False,
-        "opset_version": _OPSET,
-        "custom_translation_table": {
-            operator: form
-            for forms in (operators, special, losses, linalg, rnn, experts)
-            for operator, form in forms.translations().items()
-        },
-        "verbose": False,
-        "dynamic_shapes": batches.shapes_of(module, len(tensors), batched, torch.export.Dim("batch")),
-    }
-    failures = []
-    with rnn.without_steps(), experts.of_any_type():
-        for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
-            try:
-                captured = batches.capture(module, tensors, batched, strict=strict)
-                trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-                written = buffers.changed(captured.program, module)
-                changed, assigned = ([name for name in written if (name in trained) is of_it] for of_it in (False, True))
-                if assigned:
-                    buffers.pass_through(captured.program, assigned)
-                if changed:
-                    buffers.expose(captured.program, changed, _changed_in_evaluation(module, tensors, batched, strict))
-                program = _translated(captured.program, settings)
-                _refuse_without_values(program.model)
-                break
-            except Exception as error:  # of the module, of the capture or of the translation
-                number = batched and "Unsupported attribute type" in str(error)  # a symbol where ONNX has an attribute
-                failures.append(batches.FixedBatchError(" (an attribute of an operator)") if number else error)
-        else:
-            raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])
-    model: ir.Model = program.model
-    model.meta[_ASKED], model.meta[_HOOKED] = captured.assumed, captured.hooked
-    model.meta[_CHANGED], model.meta[_ASSIGNED] = buffers.collect(model, module, changed), assigned
-    marks.define(model)
+    model, notes = programs.translate(module, tensors, batched, _OPSET)
     drop_biases_of_volumes(model.graph)
-    return model
-
-
-def _refuse_without_values(model: ir.Model) -> None:
-    """Refuse what ``torch.func`` leaves of a tensor of the capture: a constant that cannot be read."""
-    for name, value in model.graph.initializers.items():
-        tensor = getattr(value.const_value, "raw", None)
-        try:
-            if tensor is not None:
-                tensor.data_ptr()
-        except RuntimeError:
-            raise TypeError(
-                f"the capture made a constant without values of {name!r}, as it does of what torch.func makes"
-            ) from None
-
-
-def _changed_in_evaluation(
-    module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], strict: bool
-) -> list[str]:
-    """The buffers that the module changes in evaluation too: a state that it hands from batch to batch."""
-    from graphc.frontends.torch_export import batches, buffers
-
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        return buffers.changed(batches.capture(module, tensors, batched, strict=strict).program, module)
-    except Exception:  # of code that can be captured in training only
-        return []
-    finally:
-        for part, training in modes.items():
-            part.training = training
-
-
-def _translated(captured: torch.export.ExportedProgram, settings: Mapping[str, Any]) -> Any:
-    """The ``ONNXProgram`` of a captured module."""
-    import torch
-
-    _detach_without_gradients(captured)
-    if not complex_numbers.holds_complex(captured):
-        return torch.onnx.export(captured, (), **settings)
-    complex_numbers.register()
-    table = settings["custom_translation_table"] | complex_numbers.translations()
-    with torch.no_grad():  # some of what takes an assignment apart refuses gradients of complex numbers
-        return torch.onnx.export(captured, (), **{**settings, "custom_translation_table": table})
-
-
-def _detach_without_gradients(captured: torch.export.ExportedProgram) -> None:
-    """Detach what is computed under ``torch.no_grad()`` and what follows a ``detach_``: ONNX has neither, but ``detach``."""
-    import torch
-
-    region = torch.ops.higher_order.wrap_with_set_grad_enabled
-    for module in captured.graph_module.modules():
-        if not isinstance(module, torch.fx.GraphModule):
-            continue
-        for node in list(module.graph.nodes):
-            if node.target is torch.ops.aten.detach_.default:
-                _detach_what_follows(module.graph, node)
-            if node.target is region and node.args[0] is False:
-                body = getattr(module, node.args[1].target)
-                result = body.graph.output_node()
-
-                with body.graph.inserting_before(result):
-                    result.args = torch.fx.map_arg(result.args, functools.partial(_detached, body.graph))
-                body.recompile()
-        module.recompile()
-
-
-def _detach_what_follows(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Replace a ``detach_`` by a ``detach`` that all later nodes read."""
-    (value,) = node.all_input_nodes
-    before = set(itertools.takewhile(lambda other: other is not node, graph.nodes))
-    with graph.inserting_after(node):
-        made = _detached(graph, value)
-    value.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made and user not in before)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
-
-
-def _detached(graph: torch.fx.Graph, value: torch.fx.Node) -> torch.fx.Node:
-    import torch
-
-    made: torch.fx.Node = graph.call_function(torch.ops.aten.detach.default, (value,))
-    made.meta = dict(value.meta)
-    return made
+    return model, notes
 
 
 def _with_torchscript(
     module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], batched: Sequence[int]
-) -> ir.Model:
+) -> tuple[ir.Model, Notes]:
     from graphc.frontends.torch_export import traces
 
-    model, changed, hooked = traces.trace(module, names, tensors, {names[k]: {0: "batch"} for k in batched}, _OPSET)
-    counted = (*_STATISTICS, "num_batches_tracked")  # of BatchNormalization, which ONNX has
-    model.meta[_CHANGED], model.meta[_HOOKED] = [name for name in changed if not name.endswith(counted)], hooked
-    return model
+    return traces.trace(module, names, tensors, {names[k]: {0: "batch"} for k in batched}, _OPSET)
 
 
 def _finish(model: ir.Model, module: torch.nn.Module) -> None:

@@ -16,15 +16,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from graphc.frontends.torch_export import marks, own_gradients
+from graphc.frontends.torch_export.notes import Notes
 from graphc.ir import DOMAIN
 
 _DETACH = "aten::detach"
 
+_COUNTED = ("running_mean", "running_var", "num_batches_tracked")
+"""How the names of BatchNormalization's buffers end, which ONNX has."""
+
 
 def trace(
     module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], axes: Mapping[str, Any], opset: int
-) -> tuple[ir.Model, list[str], bool]:
-    """The model that a trace of ``module`` gives, the buffers that PyTorch changes, and whether a gradient has a hook."""
+) -> tuple[ir.Model, Notes]:
+    """Trace ``module`` called with ``tensors``, and write the trace as a model.
+
+    Args:
+        axes: names of axes of free length, by input.
+
+    Raises:
+        TypeError: the trace would lose a gradient.
+    """
     file, before = io.BytesIO(), {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     parameters = [(name, parameter, parameter.detach().clone()) for name, parameter in module.named_parameters()]
     torch.onnx.utils.register_custom_op_symbolic(_DETACH, _stop_gradient, opset)
@@ -52,8 +63,8 @@ def trace(
     model = ir.from_proto(onnx.load_from_string(file.getvalue()))
     marks.define(model)
     after = dict(module.named_buffers())
-    changed = [name for name, value in before.items() if name in after and not torch.equal(after[name], value)]
-    return model, changed, mode.hooked
+    held = [name for name in before if name in after and not name.endswith(_COUNTED)]
+    return model, Notes(hooked=mode.hooked, changed=[n for n in held if not torch.equal(after[n], before[n])])
 
 
 def _stop_gradient(graph: Any, x: Any) -> Any:
