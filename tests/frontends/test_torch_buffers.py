@@ -17,6 +17,7 @@ import graphc
 from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.frontends.torch import export
+from tests.frontends.torch_steps import batch, feeds, in_torch
 from tests.tiers import params
 
 SGD, MSE = graphc.optim.SGD(lr=0.05, momentum=0.9), graphc.losses.MSE()
@@ -123,26 +124,8 @@ class Teacher(torch.nn.Module):
         return self.out(self.student(x).tanh() * self.teacher(x))  # type: ignore[no-any-return]
 
 
-def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, 6, generator=generator), torch.randn(rows, 4, generator=generator)
-
-
-def in_torch(module: torch.nn.Module, seeds: range, rate: float = 0.05) -> list[float]:
-    optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
-    losses = []
-    for seed in seeds:
-        x, label = batch(seed)
-        loss = functional.mse_loss(module(x), label)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def in_graphc(trainer: graphc.Trainer, seeds: range) -> list[float]:
-    return [trainer.step(dict(zip(("x", "label"), map(np.asarray, batch(seed)), strict=True)))["loss"] for seed in seeds]
+    return [trainer.step(feeds(seed))["loss"] for seed in seeds]
 
 
 def compare_state(trainer: graphc.Trainer, module: torch.nn.Module) -> None:
@@ -163,7 +146,7 @@ def test_they_follow_pytorch_and_the_exported_file_evaluates_as_the_module_does(
     module = kind()
     program = graphc.compile(module, example_inputs=(batch(0)[0],), loss=MSE, optimizer=SGD)
     with graphc.Trainer(program, threads=1) as trainer:
-        np.testing.assert_allclose(in_graphc(trainer, range(5)), in_torch(module, range(5)), rtol=1e-5)
+        np.testing.assert_allclose(in_graphc(trainer, range(5)), in_torch(module, range(5), lr=0.05, momentum=0.9), rtol=1e-5)
         compare_state(trainer, module)
         trainer.export(tmp_path / "trained.onnx")
         x, label = batch(9)
@@ -186,17 +169,7 @@ def test_a_file_goes_on_where_the_run_that_wrote_it_ended(kind: type[torch.nn.Mo
         with graphc.Trainer(graphc.compile(path, loss=MSE, optimizer=plain), threads=1) as trainer:
             found = in_graphc(trainer, seeds)
             trainer.export(path)
-        losses = []
-        for seed in seeds:
-            x, label = batch(seed)
-            loss = functional.mse_loss(module(x), label)
-            module.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter -= 0.05 * parameter.grad
-            losses.append(loss.item())
-        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        np.testing.assert_allclose(found, in_torch(module, seeds, lr=0.05), rtol=1e-5)
 
 
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -223,12 +196,11 @@ def test_workers_share_what_they_keep(name: str, tmp_path: Path) -> None:
         rows = slice(0, 8) if name == "stages" else part
         with graphc.Trainer(program, comm=comm, threads=1) as trainer:
             for seed in range(5):
-                x, label = (tensor.numpy()[rows] for tensor in batch(seed))
-                losses.append(trainer.step({"x": x, "label": label})["loss"])
+                losses.append(trainer.step(feeds(seed, rows))["loss"])
             return losses, trainer.trained_values()
 
     results = run_threads(2, train)
-    np.testing.assert_allclose(results[0][0], in_torch(module, range(5)), rtol=1e-5)
+    np.testing.assert_allclose(results[0][0], in_torch(module, range(5), lr=0.05, momentum=0.9), rtol=1e-5)
     for key, tensor in module.state_dict().items():
         np.testing.assert_allclose(results[0][1][key], tensor.numpy(), rtol=1e-5, atol=1e-6, err_msg=key)
         np.testing.assert_array_equal(results[0][1][key], results[1][1][key], err_msg=key)
@@ -240,7 +212,7 @@ def test_counters_and_flags_change_on_a_gpu_as_averages_do() -> None:
     module = Average()
     program = graphc.compile(module, example_inputs=(batch(0)[0],), loss=MSE, optimizer=SGD, backend="cupy")
     with graphc.Trainer(program, threads=1) as trainer:
-        np.testing.assert_allclose(in_graphc(trainer, range(5)), in_torch(module, range(5)), rtol=1e-5)
+        np.testing.assert_allclose(in_graphc(trainer, range(5)), in_torch(module, range(5), lr=0.05, momentum=0.9), rtol=1e-5)
         compare_state(trainer, module)
 
 

@@ -16,6 +16,7 @@ from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.errors import ModelError
 from graphc.frontends.torch import export
+from tests.frontends.torch_steps import batch, compare, feeds, in_torch
 from tests.tiers import params
 
 SGD, MSE = graphc.optim.SGD(lr=0.1), graphc.losses.MSE()
@@ -65,33 +66,6 @@ class InnerStep(torch.nn.Module):
         return functional.linear(h, self.outer.weight - 0.5 * dw, self.outer.bias - 0.5 * db)
 
 
-def batch(seed: int) -> tuple[T, T]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
-
-
-def feeds(seed: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any]]:
-    x, label = batch(seed)
-    return {"x": x.numpy()[rows], "label": label.numpy()[rows]}
-
-
-def in_torch(module: torch.nn.Module) -> list[float]:
-    losses, optimizer = [], torch.optim.SGD(module.parameters(), lr=0.1)
-    for seed in range(3):
-        x, label = batch(seed)
-        loss = functional.mse_loss(module(x), label)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def compare(values: dict[str, Any], module: torch.nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        np.testing.assert_allclose(values[name], parameter.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
-
-
 @pytest.mark.parametrize("source", params(["module", "file"], full=["file"]))
 @pytest.mark.parametrize("kind", params([Potential, Penalty, InnerStep], full=[Penalty, InnerStep]))
 def test_they_train_as_in_pytorch_and_run_in_plain_onnxruntime(
@@ -105,7 +79,9 @@ def test_they_train_as_in_pytorch_and_run_in_plain_onnxruntime(
         given = {}
     program = graphc.compile(path if source == "file" else module, loss=MSE, optimizer=SGD, **given)
     with graphc.Trainer(program, threads=1) as trainer:
-        np.testing.assert_allclose([trainer.step(feeds(seed))["loss"] for seed in range(3)], in_torch(module), rtol=1e-5)
+        np.testing.assert_allclose(
+            [trainer.step(feeds(seed))["loss"] for seed in range(3)], in_torch(module, range(3), lr=0.1), rtol=1e-5
+        )
         compare(trainer.trained_values(), module)
         x, label = batch(9)
         y = module(x.clone()).detach()
@@ -129,7 +105,7 @@ def test_workers_follow_one(options: dict[str, Any], tmp_path: Path) -> None:
         with graphc.Trainer(program, comm=comm, threads=1) as trainer:
             return [trainer.step(feeds(seed, rows))["loss"] for seed in range(3)], trainer.trained_values()
 
-    results, expected = run_threads(2, train), in_torch(module)
+    results, expected = run_threads(2, train), in_torch(module, range(3), lr=0.1)
     for losses, values in results:
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         compare(values, module)

@@ -20,6 +20,7 @@ from graphc.data import share
 from graphc.distributed.threads import run_threads
 from graphc.errors import ModelError
 from graphc.frontends.torch import export
+from tests.frontends.torch_steps import batch, compare, feeds, in_torch
 from tests.tiers import params
 
 SGD, MSE = graphc.optim.SGD(lr=0.1), graphc.losses.MSE()
@@ -202,7 +203,9 @@ def test_the_older_exporter_keeps_what_is_detached() -> None:
     module = Traced()
     model = export(module, batch(0)[0], exporter="torchscript")
     with graphc.Trainer(graphc.compile(model, loss=MSE, optimizer=SGD), threads=1) as trainer:
-        np.testing.assert_allclose([trainer.step(feeds(seed))["loss"] for seed in range(3)], in_torch(module, 3), rtol=1e-5)
+        np.testing.assert_allclose(
+            [trainer.step(feeds(seed))["loss"] for seed in range(3)], in_torch(module, range(3), lr=0.1), rtol=1e-5
+        )
         compare(trainer.trained_values(), module)
 
 
@@ -236,35 +239,6 @@ class Frequencies(Model):
 KINDS = [Detached, Frequencies, Straight, Quantised, Adversarial, Several, OneOfSeveral, Assigning, Checkpointed]
 
 
-def batch(seed: int) -> tuple[T, T]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(8, 6, generator=generator), torch.randn(8, 4, generator=generator)
-
-
-def feeds(seed: int, rows: slice = slice(None)) -> dict[str, np.ndarray[Any, Any]]:
-    x, label = batch(seed)
-    return {"x": x.numpy()[rows], "label": label.numpy()[rows]}
-
-
-def in_torch(module: torch.nn.Module, steps: int) -> list[float]:
-    losses, optimizer = [], torch.optim.SGD(module.parameters(), lr=0.1)
-    for seed in range(steps):
-        x, label = batch(seed)
-        loss = functional.mse_loss(module(x), label)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def compare(values: dict[str, Any], module: torch.nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.grad is None:
-            continue  # not read by ``forward``
-        np.testing.assert_allclose(values[name], parameter.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
-
-
 @pytest.mark.parametrize("kind", params(KINDS, full=[kind for kind in KINDS if kind is not Straight]))
 @pytest.mark.parametrize("source", params(["module", "file"], full=["file"]))
 def test_they_train_as_in_pytorch_and_evaluate_as_forward_does(kind: type[Model], source: str, tmp_path: Path) -> None:
@@ -277,7 +251,7 @@ def test_they_train_as_in_pytorch_and_evaluate_as_forward_does(kind: type[Model]
     program = graphc.compile(path if source == "file" else module, loss=MSE, optimizer=SGD, **given)
     with graphc.Trainer(program, threads=1) as trainer:
         losses = [trainer.step(feeds(seed))["loss"] for seed in range(3)]
-        np.testing.assert_allclose(losses, in_torch(module, 3), rtol=1e-5)
+        np.testing.assert_allclose(losses, in_torch(module, range(3), lr=0.1), rtol=1e-5)
         compare(trainer.trained_values(), module)
         x, label = batch(9)
         with torch.no_grad():
@@ -319,7 +293,7 @@ def test_every_strategy_follows_them(name: str, tmp_path: Path) -> None:
         with graphc.Trainer(program, comm=comm, threads=1) as trainer:
             return [trainer.step(feeds(seed, rows))["loss"] for seed in range(3)], trainer.trained_values()
 
-    results, expected = run_threads(1 if name in ("numpy", "recomputed") else 2, train), in_torch(module, 3)
+    results, expected = run_threads(1 if name in ("numpy", "recomputed") else 2, train), in_torch(module, range(3), lr=0.1)
     for losses, values in results:
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         compare(values, module)
@@ -386,7 +360,7 @@ def test_a_parameter_that_is_assigned_to_has_the_gradient_of_what_is_assigned() 
     assert torch.equal(module.inner.weight, before)
     with graphc.Trainer(program, threads=1) as trainer:
         loss, values = trainer.step(feeds(0))["loss"], trainer.trained_values()
-    np.testing.assert_allclose([loss], in_torch(module, 1), rtol=1e-5)
+    np.testing.assert_allclose([loss], in_torch(module, range(1), lr=0.1), rtol=1e-5)
     assert module.inner.weight.grad is not None
     np.testing.assert_allclose(values["inner.weight"], (before - 0.1 * module.inner.weight.grad).numpy(), rtol=1e-5, atol=1e-6)
     del values["inner.weight"]
