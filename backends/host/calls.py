@@ -2,12 +2,16 @@
 
 A row is a table of functions ``void f(ptr)``, their arguments and the flags that they set when they fail. One native loop walks
 it, so that Python takes no part between kernels, and other threads may run.
+
+A row holds back signals, and so do the threads that OpenMP starts in it. In products of oneDNN (3.2, ``x64:gemm:jit``) the
+stack pointer points into a workspace on the heap: what the kernel saves there for a handler would overwrite memory of others.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +24,6 @@ from graphc.device import InOrder, Run
 SLICE = 50_000_000
 """Nanoseconds after which a row returns to Python, where signals are handled, before it goes on."""
 
-_CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _ROW = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 
@@ -48,9 +51,11 @@ define void @{{name}}(ptr %call) {{{{
 
 _LOOP = f"""
 define i64 @{{name}}(ptr %row, i64 %first) {{{{
-  {loaded("row", "i64 count", "ptr clock", "i32 which", "i64 slice")}
-  %calls = getelementptr i64, ptr %row, i64 4
+  {loaded("row", "i64 count", "ptr clock", "i32 which", "i64 slice", "ptr mask", "i32 replace", "ptr held.back")}
+  %calls = getelementptr i64, ptr %row, i64 7
   %now = alloca [2 x i64]
+  %before = alloca [16 x i64]
+  %masked = call i32 %mask(i32 %replace, ptr %held.back, ptr %before)
   %place.part = getelementptr i64, ptr %now, i64 1
   %begun = call i32 %clock(i32 %which, ptr %now)
   %start.seconds = load i64, ptr %now
@@ -81,13 +86,15 @@ checked:
   br i1 %over, label %end, label %test
 stop:
   %minus = sub i64 0, %next
-  ret i64 %minus
+  br label %end
 end:
-  %reached = phi i64 [ %count, %test ], [ %next, %checked ]
+  %reached = phi i64 [ %count, %test ], [ %next, %checked ], [ %minus, %stop ]
+  %unmasked = call i32 %mask(i32 %replace, ptr %before, ptr null)
   ret i64 %reached
 }}}}
 """
-"""Walks a row, four words and three for each call: count, clock_gettime, its clock, the time slice; code, words, flag.
+"""Walks a row, seven words and three for each call: count, clock_gettime, its clock, the time slice, pthread_sigmask, how it
+replaces a set of signals, and the set to hold back; code, words, flag.
 
 Returns the place of the next call, or minus that if the last one failed."""
 
@@ -103,7 +110,7 @@ class NativeCall:
         held: what must live as long as this.
     """
 
-    __slots__ = ("_run", "check", "code", "failed", "held", "prepare", "words")
+    __slots__ = ("_alone", "check", "code", "failed", "held", "prepare", "words")
 
     def __init__(
         self,
@@ -115,13 +122,15 @@ class NativeCall:
         prepare: Run | None = None,
     ) -> None:
         self.code, self.words, self.failed, self.check, self.prepare, self.held = code, words, failed, check, prepare, held
-        self._run = _CODE(code)
+        self._alone: tuple[np.ndarray[Any, Any], int] | None = None
 
     def __call__(self) -> None:
         if self.prepare is not None:
             self.prepare()
-        self._run(self.words)
-        if self.failed[0]:
+        if self._alone is None:
+            table = _row_of((self,))
+            self._alone = table, table.ctypes.data
+        if _row_runner()(self._alone[1], 0) < 0:
             self.check()
 
 
@@ -149,10 +158,7 @@ def native_calls(run: Run) -> list[NativeCall] | None:
 
 def in_a_row(calls: Sequence[NativeCall]) -> Run:
     """One closure that runs all calls, natively."""
-    if len(calls) == 1:
-        return calls[0]
-    words = [word for call in calls for word in (call.code, call.words, call.failed.ctypes.data)]
-    table = np.array([len(calls), *_clock(), SLICE, *words], dtype=np.int64)
+    table = _row_of(calls)
     loop, address, count = _row_runner(), table.ctypes.data, len(calls)
     prepare = tuple(call.prepare for call in calls if call.prepare is not None)
 
@@ -168,11 +174,35 @@ def in_a_row(calls: Sequence[NativeCall]) -> Run:
     return run
 
 
+def _row_of(calls: Sequence[NativeCall]) -> np.ndarray[Any, Any]:
+    """The table of a row, as :data:`_LOOP` reads it."""
+    words = [word for call in calls for word in (call.code, call.words, call.failed.ctypes.data)]
+    return np.array([len(calls), *_clock(), SLICE, *_signals(), *words], dtype=np.int64)
+
+
 @functools.cache
 def _clock() -> tuple[int, int]:
     """The address of ``clock_gettime`` and the number of a clock that only goes forward."""
     function = ctypes.CDLL(None).clock_gettime
     return ctypes.cast(function, ctypes.c_void_p).value or 0, time.CLOCK_MONOTONIC
+
+
+_HELD_BACK = ctypes.create_string_buffer(128)
+"""A ``sigset_t``."""
+
+_OF_THE_CODE = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT)
+"""Signals that a thread raises itself, which cannot wait."""
+
+
+@functools.cache
+def _signals() -> tuple[int, int, int]:
+    """The address of ``pthread_sigmask``, its number for replacing a set, and the address of the set of all that can wait."""
+    library = ctypes.CDLL(None)
+    library.sigfillset(_HELD_BACK)
+    for one in _OF_THE_CODE:
+        library.sigdelset(_HELD_BACK, int(one))
+    mask = ctypes.cast(library.pthread_sigmask, ctypes.c_void_p).value or 0
+    return mask, int(signal.SIG_SETMASK), ctypes.addressof(_HELD_BACK)
 
 
 @functools.cache

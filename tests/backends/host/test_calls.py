@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -116,3 +118,38 @@ def test_kernels_of_a_step_are_rows_unless_they_are_watched(monkeypatch: pytest.
         assert plain.step(feeds)["loss"] == loss
         assert plain.state_sha256() == watched.state_sha256()
     assert max(sizes) > kinds.count("kernel") / 3
+
+
+_INTERRUPTED = """
+import signal
+import numpy as np
+from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
+from graphc.backends.onnxruntime.pool import ThreadPool
+
+if library() is None:
+    raise SystemExit(9)
+random, pool = np.random.default_rng(0), ThreadPool({threads})
+x, w = (random.standard_normal(shape, dtype=np.float32) for shape in ((2, 128, 55, 55), (16, 128, 1, 1)))
+y = np.zeros((2, 16, 55, 55), np.float32)
+options = dict(group=1, strides=(1, 1), dilations=(1, 1), pads=(0, 0, 0, 0), blocked=False, pool=pool)
+run = ConvolutionPrimitive(library(), "forward", x, w, y, **options).runner()
+caught = []
+signal.signal(signal.SIGPROF, lambda *_: caught.append(1))
+signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
+while len(caught) < 400:
+    run()
+    held = [bytes(1000 * k) for k in range(9)]  # the heap is used, and its damage found
+signal.setitimer(signal.ITIMER_PROF, 0)
+print(np.abs(y - np.einsum("nchw,mcij->nmhw", x, w)).max() < 1e-3)
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_handlers_of_signals_do_not_write_where_products_work(threads: int) -> None:
+    """Where the stack pointer of oneDNN's code lies on the heap, as it does in products, the frame of a handler destroys it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED.format(threads=threads)], capture_output=True, text=True, timeout=120
+    )
+    if done.returncode == 9:
+        pytest.skip("oneDNN is not installed")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
