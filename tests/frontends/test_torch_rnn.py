@@ -12,7 +12,6 @@ import onnxruntime
 import pytest
 import torch
 
-from graphc.errors import ModelError
 from graphc.frontends.torch import export
 from tests.tiers import params
 
@@ -77,18 +76,3 @@ def test_pytorch_decomposes_layers_as_before_an_export() -> None:
     with ThreadPoolExecutor(3) as threads:  # as workers of one process do
         list(threads.map(lambda _: export(module, (x,), dynamic_batch=False, exporter="dynamo"), range(3)))
     assert operators() == before > 20
-
-
-@pytest.mark.full
-def test_packed_sequences_are_refused_with_what_to_do() -> None:
-    class Packed(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = torch.nn.GRU(3, 5, batch_first=True)
-
-        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-            packed = torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            return self.cell(packed)[1][0]  # type: ignore[no-any-return]
-
-    with pytest.raises(ModelError, match="pack_padded_sequence cannot be captured: give the recurrent layer the padded batch"):
-        export(Packed(), (torch.randn(4, 6, 3), torch.tensor([6, 2, 5, 1])), exporter="dynamo")

@@ -21,7 +21,7 @@ from torch._dynamo.exc import UserError, UserErrorType
 from torch.distributions import Distribution
 from torch.export import Dim, ExportedProgram
 
-from graphc.frontends.torch_export import own_gradients
+from graphc.frontends.torch_export import own_gradients, packed
 from graphc.frontends.torch_export.functions import OtherForms
 
 
@@ -74,7 +74,7 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: S
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # they read values, and a capture has none
     try:
-        with OtherForms() as forms, own_gradients.captured():
+        with OtherForms() as forms, own_gradients.captured(), packed.of_any_batch():
             try:
                 return Capture(captured(tensors, Dim("batch")), "", forms.hooked)
             except UserError as error:

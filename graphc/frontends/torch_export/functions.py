@@ -15,6 +15,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, statically_known_true
 from torch.overrides import TorchFunctionMode
 
+from graphc.frontends.torch_export import packed
+
 if TYPE_CHECKING:
     Parts = tuple[torch.Tensor, ...] | None
 
@@ -223,14 +225,6 @@ def _attention(
     return result.reshape(*lead, *result.shape[-2:])
 
 
-def _packed(*_: Any, **__: Any) -> torch.Tensor:
-    """The rows of a packed sequence are as many as the lengths say, which only the data tell."""
-    raise TypeError(
-        "pack_padded_sequence cannot be captured: give the recurrent layer the padded batch, and take the last step of each"
-        " sample with gather, or mask what follows"
-    )
-
-
 def _set_data(x: torch.Tensor, value: torch.Tensor) -> bool:
     """Assigns in place, which a capture sees: of what is put in a tensor's place it keeps memory that is gone (2.13)."""
     with torch.no_grad():
@@ -270,6 +264,7 @@ def _embedding(
 
 
 _FORMS: dict[Any, Callable[..., Any]] = {
+    **packed.FORMS,
     torch.nn.functional.scaled_dot_product_attention: _attention,
     torch.nn.functional.batch_norm: _batch_norm,
     torch.nn.functional.embedding: _embedding,
@@ -291,7 +286,6 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.chunk: _chunk,
     torch.split: _split,
     torch.Tensor.split: _split,
-    torch._VF._pack_padded_sequence: _packed,
     torch.Tensor.data.__get__: torch.Tensor.detach,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
 }
@@ -308,6 +302,10 @@ class OtherForms(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func is torch.Tensor.register_hook
+        kwargs = kwargs or {}
         form = _FORMS.get(func)
-        result = form(*args, **(kwargs or {})) if form is not None else None
-        return func(*args, **(kwargs or {})) if result is None else result
+        result = form(*args, **kwargs) if form is not None else None
+        result = func(*args, **kwargs) if result is None else result
+        if func not in packed.FORMS and (lengths := packed.lengths_among(args, kwargs)) is not None:
+            packed.follow(func, args, kwargs, result, lengths)
+        return result

@@ -17,7 +17,6 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """The ``custom_translation_table`` of ``torch.onnx.export`` for RNNs of both activations."""
     import torch
 
-    # packed sequences (`rnn_tanh.data`) are left to the exporter
     return {torch.ops.aten.rnn_tanh.input: _translation("Tanh"), torch.ops.aten.rnn_relu.input: _translation("Relu")}
 
 
