@@ -117,6 +117,17 @@ def parsed_once() -> None:
     registration.parsed_once = True
 
 
+@pytest.fixture(autouse=True)
+def listed_once() -> None:
+    """PyTorch's exporter makes a list of all operators for each of their namespaces, 54 times for a model; here once a test."""
+    utils = sys.modules.get("torch._export.utils")
+    if utils is None:
+        return
+    if "listed_once" not in vars(utils):
+        utils.listed_once = utils._materialize_cpp_cia_ops = functools.cache(utils._materialize_cpp_cia_ops)
+    utils.listed_once.cache_clear()
+
+
 FINAL = (214, 999, *range(700, 720))
 """CUDA's errors that every later call of the process returns again: of memory, kernels, links, and those it cannot name."""
 
