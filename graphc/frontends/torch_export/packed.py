@@ -190,42 +190,17 @@ FORMS: dict[Any, Callable[..., Any]] = {
 _TOLD = tuple(getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "is_cuda", "requires_grad", "ndim"))
 """What may be asked of rows: it does not tell how many they are."""
 
-_ROWWISE = {
-    *(
-        "abs",
-        "add",
-        "clamp",
-        "clone",
-        "contiguous",
-        "cos",
-        "detach",
-        "div",
-        "erf",
-        "exp",
-        "float",
-        "log1p",
-        "mul",
-        "neg",
-        "radd",
-    ),
-    *("rmul", "rsub", "rtruediv", "sin", "sqrt", "sub", "to", "true_divide", "truediv", "type_as"),
-    *(
-        "celu",
-        "elu",
-        "gelu",
-        "hardsigmoid",
-        "hardswish",
-        "hardtanh",
-        "leaky_relu",
-        "logsigmoid",
-        "mish",
-        "prelu",
-        "relu",
-        "relu6",
-    ),
-    *("selu", "sigmoid", "silu", "softplus", "softsign", "tanh"),
-    *("alpha_dropout", "dropout", "embedding", "feature_alpha_dropout", "layer_norm", "linear", "rms_norm"),
-}
+_ROWWISE = frozenset(
+    " ".join(
+        (
+            "abs add clamp clone contiguous cos detach div erf exp float log1p mul neg radd rmul rsub rtruediv sin sqrt sub to",
+            "true_divide truediv type_as",
+            "celu elu gelu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish prelu relu relu6 selu sigmoid silu",
+            "softplus softsign tanh",
+            "alpha_dropout dropout embedding feature_alpha_dropout layer_norm linear rms_norm",
+        )
+    ).split()
+)
 """Functions whose result has the rows of their operand, each computed of that row alone."""
 
 _OF_LAST_AXIS = ("softmax", "log_softmax", "cat", "concat", "concatenate")
