@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,15 @@ class Rows(Tagger):
         return pad_packed_sequence(scores, batch_first=True)[0].sum(1)
 
 
+class Scores(Tagger):
+    """A number for each step; what softmax would make of them counts all rows."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = self.rnn(self.pack(x, lengths))[0]
+        scores = pack_padded_sequence(pad_packed_sequence(packed)[0].sum(2), lengths, enforce_sorted=False)
+        return pad_packed_sequence(scores._replace(data=scores.data.softmax(-1)))[0].sum(0)
+
+
 def lose_rows(packed: PackedSequence) -> torch.Tensor:
     return packed.data.mean(0)
 
@@ -129,7 +139,11 @@ def test_losses_parameters_and_the_file_are_those_of_pytorch(name: str, tmp_path
     torch.manual_seed(0)
     module = MODULES[name]()
     example = batch(0)
-    model = export(module, (torch.tensor(example["x"]), torch.tensor(example["lengths"])))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = export(module, (torch.tensor(example["x"]), torch.tensor(example["lengths"])))
+    longest = [str(one.message) for one in said if "those of its longest sample" in str(one.message)]
+    assert len(longest) == isinstance(module, (Mean, Rows))  # the others do not pad, or tell the total length
     trainer = graphc.Trainer(graphc.compile(model, loss=LOSS, optimizer=graphc.optim.SGD(lr=0.5)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     for seed in range(4):
@@ -151,7 +165,10 @@ def test_losses_parameters_and_the_file_are_those_of_pytorch(name: str, tmp_path
     np.testing.assert_allclose(session.run(None, few)[0], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("use", [lose_rows, count_rows, see_rows, normalise, count_steps, unpad])
+USES = (lose_rows, count_rows, see_rows, normalise, count_steps, unpad)
+
+
+@pytest.mark.parametrize("use", params(USES, full=USES[1:]))
 def test_what_depends_on_the_number_of_rows_is_refused_by_name(use: Callable[[PackedSequence], torch.Tensor]) -> None:
     class Module(Tagger):
         def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -161,3 +178,10 @@ def test_what_depends_on_the_number_of_rows_is_refused_by_name(use: Callable[[Pa
     example = batch(0)
     with pytest.raises(ModelError, match="of a packed sequence cannot be captured: pad the sequence first"):
         export(Module("GRU"), (torch.tensor(example["x"]), torch.tensor(example["lengths"])), exporter="dynamo")
+
+
+@pytest.mark.full
+def test_a_softmax_over_the_steps_of_all_samples_is_refused() -> None:
+    example = batch(0)
+    with pytest.raises(ModelError, match="softmax of the rows of a packed sequence cannot be captured"):
+        export(Scores("GRU"), (torch.tensor(example["x"]), torch.tensor(example["lengths"])), exporter="dynamo")

@@ -35,11 +35,13 @@ class Capture(NamedTuple):
     Attributes:
         assumed: what the module's code found out about the batch's size; "" if other batches do not differ in it.
         hooked: whether ``forward`` puts a hook on the gradient of a tensor.
+        padded: whether ``forward`` pads a packed sequence to its longest sample.
     """
 
     program: ExportedProgram
     assumed: str
     hooked: bool
+    padded: bool
 
 
 _MULTIPLES = range(1, 9)
@@ -76,7 +78,7 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: S
     try:
         with OtherForms() as forms, own_gradients.captured(), packed.of_any_batch():
             try:
-                return Capture(captured(tensors, Dim("batch")), "", forms.hooked)
+                return Capture(captured(tensors, Dim("batch")), "", forms.hooked, forms.padded)
             except UserError as error:
                 if not batched or error.error_type is not UserErrorType.CONSTRAINT_VIOLATION or "data-dependent" in str(error):
                     raise
@@ -86,7 +88,7 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: S
                     program = captured(example, Dim.AUTO)
                     assumed = _assumed(program, example[batched[0]].shape[0])
                     if assumed is not None:
-                        return Capture(program, assumed, forms.hooked)
+                        return Capture(program, assumed, forms.hooked, forms.padded)
             raise FixedBatchError(_guard_of(reason)) from None
     finally:
         Distribution.set_default_validate_args(checks)

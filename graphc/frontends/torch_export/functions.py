@@ -296,16 +296,19 @@ class OtherForms(TorchFunctionMode):
 
     Attributes:
         hooked: whether a tensor got a hook on its gradient, which nothing of the capture tells.
+        padded: whether a packed sequence was padded to its longest sample.
     """
 
     hooked = False
+    padded = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func is torch.Tensor.register_hook
+        self.padded |= any(isinstance(argument, packed.Longest) for argument in args)
         kwargs = kwargs or {}
         form = _FORMS.get(func)
         result = form(*args, **kwargs) if form is not None else None
         result = func(*args, **kwargs) if result is None else result
-        if func not in packed.FORMS and (lengths := packed.lengths_among(args, kwargs)) is not None:
-            packed.follow(func, args, kwargs, result, lengths)
+        if func not in packed.FORMS and (rows := packed.rows_among(args, kwargs)) is not None:
+            packed.follow(func, args, kwargs, result, rows)
         return result

@@ -17,12 +17,14 @@ class Notes(NamedTuple):
         hooked: whether ``forward`` puts a hook on the gradient of a tensor.
         changed: names of the buffers that a step of PyTorch's changes, and one of graphc's does not.
         assigned: names of the parameters that train and that ``forward`` assigns to.
+        padded: whether ``forward`` pads a packed sequence to its longest sample.
     """
 
     asked: str = ""
     hooked: bool = False
     changed: Sequence[str] = ()
     assigned: Sequence[str] = ()
+    padded: bool = False
 
 
 def warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Notes) -> None:
@@ -44,6 +46,12 @@ def warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Notes
         warnings.warn(
             f"forward assigns to {names}: it computes with what it assigns, but the optimizer goes on from what was there"
             " before, and in PyTorch from what was assigned",
+            stacklevel=5,
+        )
+    if notes.padded:
+        warnings.warn(
+            "pad_packed_sequence gives all steps of the batch here, and in PyTorch those of its longest sample: mask the steps"
+            " behind the lengths where they count, or give it total_length",
             stacklevel=5,
         )
     for hooked in _hooked(module, notes.hooked):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 
 _MARK = "_graphc_lengths"
@@ -24,6 +25,10 @@ _ADVICE = "pad the sequence first (torch.nn.utils.rnn.pad_packed_sequence), and 
 
 _GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN": (0,)}
 """The gates of a layer in ONNX's order, by their places in PyTorch's."""
+
+
+class Longest(int):
+    """The steps of the longest sample, where a module has not told another number: here those of the padded batch."""
 
 
 class Lengths:
@@ -46,7 +51,7 @@ class Lengths:
 
     def size(self, dim: int = 0) -> int:
         """The number of steps, that of a packed sequence if its longest sample has all of them."""
-        return self.steps
+        return Longest(self.steps) if isinstance(self.steps, int) else self.steps
 
     def valid(self) -> torch.Tensor:
         """Which rows lie before the end of their sample: bool [steps, batch]."""
@@ -57,7 +62,7 @@ class Lengths:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Makes PyTorch take this for a tensor where it asks for one; :func:`guarded` is asked before."""
+        """Makes PyTorch take this for a tensor where it asks for one; the forms below are asked before."""
         _refuse(f"{_name(func)} of batch_sizes")
 
 
@@ -197,35 +202,36 @@ _ROWWISE = frozenset(
             "true_divide truediv type_as",
             "celu elu gelu hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish prelu relu relu6 selu sigmoid silu",
             "softplus softsign tanh",
-            "alpha_dropout dropout embedding feature_alpha_dropout layer_norm linear rms_norm",
+            "alpha_dropout dropout embedding feature_alpha_dropout",
         )
     ).split()
 )
 """Functions whose result has the rows of their operand, each computed of that row alone."""
 
-_OF_LAST_AXIS = ("softmax", "log_softmax", "cat", "concat", "concatenate")
-"""The same, if their axis is not that of the rows."""
+_OF_FEATURES = ("layer_norm", "linear", "rms_norm")
+"""The same, of rows that have elements."""
+
+_OF_AN_AXIS = ("softmax", "log_softmax", "cat", "concat", "concatenate")
+"""The same, if that is not the axis of the rows."""
 
 
-def lengths_among(args: Any, kwargs: Any) -> Lengths | None:
-    """The lengths of the packed sequence whose rows are an operand."""
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and (found := getattr(leaf, _MARK, None)) is not None:
-            return found  # type: ignore[no-any-return]
-    return None
+def rows_among(args: Any, kwargs: Any) -> torch.Tensor | None:
+    """The operand that holds the rows of a packed sequence."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and hasattr(leaf, _MARK)), None)
 
 
-def follow(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, lengths: Lengths) -> None:
-    """Mark the result of a function of rows as such.
+def follow(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, rows: torch.Tensor) -> None:
+    """Mark the result of a function of ``rows`` as rows.
 
     Raises:
         TypeError: it may depend on how many rows there are.
     """
-    name = _name(func)
-    if func in _TOLD or name == "dim" or (name == "size" and args[1:] == (-1,)):
+    name, features = _name(func), rows.dim() > 1
+    if func in _TOLD or name == "dim" or (name == "size" and args[1:] == (-1,) and features):
         return
     axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    apart = name in _ROWWISE or (name in _OF_LAST_AXIS and axis in (1, -1))
-    if not apart or not isinstance(result, torch.Tensor):
+    apart = name in _ROWWISE or (features and (name in _OF_FEATURES or (name in _OF_AN_AXIS and axis in (1, -1))))
+    if not apart or not isinstance(result, torch.Tensor) or not statically_known_true(result.shape[0] == rows.shape[0]):
         _refuse(f"{name} of the rows")
-    _marked(result, lengths)
+    _marked(result, getattr(rows, _MARK))

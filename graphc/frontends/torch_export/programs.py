@@ -61,7 +61,7 @@ def translate(
     model: ir.Model = program.model
     still = buffers.collect(model, module, changed)
     marks.define(model)
-    return model, Notes(captured.assumed, captured.hooked, still, assigned)
+    return model, Notes(captured.assumed, captured.hooked, still, assigned, captured.padded)
 
 
 def _refuse_without_values(model: ir.Model) -> None:
