@@ -11,10 +11,14 @@ import numpy as np
 from graphc import frontends
 from graphc.device import Array
 from graphc.errors import NonFiniteError
+from graphc.frontends import torch_values
 from graphc.ir.facts import array_of, is_float, is_state
 from graphc.ir.names import BUFFER, RESERVED
+from graphc.ir.updates import state_of, trains
 
 if TYPE_CHECKING:
+    import torch
+
     from graphc.training.trainer import Trainer
 
 
@@ -36,14 +40,25 @@ def export(trainer: Trainer, path: str | Path) -> None:
     trainer.strategy.collect()
     values = trained_values(trainer)
     if trainer.rank == 0 or not trainer.servers:  # other ranks than 0 of parameter servers may hold old values
-        check_finite(trainer, values, path)
+        check_finite(trainer, values, f"{path} was not written")
     if trainer.rank == 0:
         frontends.save(trainer.program.trained(values), path)
     trainer.strategy.wait_for_file()
 
 
-def check_finite(trainer: Trainer, values: Mapping[str, Array], path: str | Path) -> None:
-    """Refuse to write weights that training has made NaN or infinite.
+def load_into(trainer: Trainer, module: torch.nn.Module) -> None:
+    """See :meth:`graphc.Trainer.load_into`."""
+    trainer.strategy.collect()
+    values = trained_values(trainer)
+    check_finite(trainer, values, "the module keeps its values")
+    torch_values.load(module, values, {state_of(node).name for node in trainer.program.model.graph if trains(node)})
+
+
+def check_finite(trainer: Trainer, values: Mapping[str, Array], consequence: str) -> None:
+    """Refuse to hand out weights that training has made NaN or infinite.
+
+    Args:
+        consequence: what the error says of that which did not happen.
 
     Raises:
         NonFiniteError: with the first of them.
@@ -55,7 +70,7 @@ def check_finite(trainer: Trainer, values: Mapping[str, Array], path: str | Path
         if given[name].const_value is not None and not np.isfinite(array_of(given[name])).all():
             continue  # the file came with it: a mask, say
         raise NonFiniteError(
-            f"{name!r} holds a NaN or infinity after step {trainer.steps_done}, so {path} was not written: the last update"
+            f"{name!r} holds a NaN or infinity after step {trainer.steps_done}, so {consequence}: the last update"
             f" overflowed, at a learning rate of {trainer.learning_rate:g}; a smaller one or gradient clipping may help",
             step=trainer.steps_done,
             tensor=name,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import graphc
 from graphc.backend import make_backend
@@ -47,6 +47,9 @@ from graphc.training.program_check import check_programs
 from graphc.training.progress import Callback, EpochProgress
 from graphc.training.replica import Replica
 from graphc.training.strategy import Batches, Strategy
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Trainer:
@@ -328,7 +331,7 @@ class Trainer:
             meta = {"graphc": graphc.__version__, "steps": self.steps_done, "pipeline": self.program.pipeline}
             if self._tracked is not None:
                 meta["data"] = self._tracked.state_dict()
-            export.check_finite(self, arrays, folder)
+            export.check_finite(self, arrays, f"{folder} was not written")
             checkpoint.save(folder, arrays, meta)
         self.strategy.wait_for_file()
         self.last_checkpoint = Path(folder), self.steps_done
@@ -366,6 +369,18 @@ class Trainer:
             NonFiniteError: training has made weights NaN or infinite; a file at ``path`` stays as it is.
         """
         export.export(self, path)
+
+    def load_into(self, module: torch.nn.Module) -> None:
+        """Give the PyTorch module that was compiled its trained parameters and buffers, in place; all ranks call it.
+
+        Parameters that ``forward`` does not read, and counters of batches, keep what they have. With parameter servers only
+        rank 0 is sure to have the last values.
+
+        Raises:
+            NonFiniteError: training has made weights NaN or infinite; the module stays as it is.
+            ModelError: the module lacks a parameter that was trained, or has it in another shape.
+        """
+        export.load_into(self, module)
 
     def write_trace(self) -> Summary | None:
         """Write the trace on rank 0 and return how much communication was hidden; None without a trace.
