@@ -51,7 +51,7 @@ def load_into(trainer: Trainer, module: torch.nn.Module) -> None:
     trainer.strategy.collect()
     values = trained_values(trainer)
     check_finite(trainer, values, "the module keeps its values")
-    torch_values.load(module, values, {state_of(node).name for node in trainer.program.model.graph if trains(node)})
+    torch_values.load(module, values, {str(state_of(node).name) for node in trainer.program.model.graph if trains(node)})
 
 
 def check_finite(trainer: Trainer, values: Mapping[str, Array], consequence: str) -> None:

@@ -129,7 +129,8 @@ def test_a_module_in_bfloat16_gets_its_numbers_rounded() -> None:
         assert torch.equal(old, own)  # the module that was compiled is as it was
     _trained(module, (_normal(2, 3),), module)
     for (name, old), new, own in zip(before.named_parameters(), full.parameters(), module.parameters(), strict=True):
-        assert own.dtype is torch.bfloat16 and torch.equal(new.bfloat16(), own)
+        assert own.dtype is torch.bfloat16
+        assert torch.equal(new.bfloat16(), own)
         assert torch.equal(old, own) == (name == "0.bias")
 
 
