@@ -51,7 +51,7 @@ def wants_gpu(config: pytest.Config) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files without tests of a GPU are not even imported for ``-m gpu``, nor those of the full tier alone for a quick one.
+    """Files without tests of a GPU or of MPI are not even imported for ``-m gpu`` or ``-m mpi``, nor full ones for a quick one.
 
     Importing all takes 8 to 12 s in every process of pytest-xdist.
     """
@@ -60,6 +60,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if wants_gpu(config) and "mark.gpu" not in collection_path.read_text(encoding="utf-8"):
         return True
     if "not full" in str(config.option.markexpr) and ALL_FULL.search(collection_path.read_text(encoding="utf-8")):
+        return True
+    if str(config.option.markexpr).startswith("mpi") and "mark.mpi" not in collection_path.read_text(encoding="utf-8"):
         return True
     return None
 

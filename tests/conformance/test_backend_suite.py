@@ -17,7 +17,7 @@ PARTS = 8
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", params(range(0, PARTS, 3), large=[3]))
+@pytest.mark.parametrize("part", params(range(0, PARTS, 3), large=[3, 6]))
 def test_every_eighth_case(part: int) -> None:
     """But those of pooling, which take 7 s to make: ``test_gradient_suite.py`` runs and differentiates them."""
     lines = failures("onnxruntime", quick_cases(), sorted(quick_cases())[part::PARTS])
@@ -48,5 +48,5 @@ def test_exceptions_are_few_and_all_named() -> None:
 def test_a_sample(backend: str) -> None:
     names = sorted(quick_cases())
     wrong = [name for name in names if re.fullmatch(EVER_WRONG, name.removeprefix("test_"))]
-    lines = failures(backend, quick_cases(), sorted({*names[::20], *wrong}))
+    lines = failures(backend, quick_cases(), sorted({*names[::40], *wrong}))
     assert not lines, "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,14 @@ class Frequencies(Model):
 KINDS = [Detached, Frequencies, Straight, Quantised, Adversarial, Several, OneOfSeveral, Assigning, Checkpointed]
 
 
-@pytest.mark.parametrize("kind", params(KINDS, full=[kind for kind in KINDS if kind is not Straight]))
-@pytest.mark.parametrize("source", params(["module", "file"], full=["file"]))
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    params(
+        product(KINDS, ("module", "file")),
+        full=[*((kind, "module") for kind in KINDS if kind is not Straight), (Several, "file")],
+        large=[(kind, "file") for kind in KINDS if kind is not Several],
+    ),
+)
 def test_they_train_as_in_pytorch_and_evaluate_as_forward_does(kind: type[Model], source: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module: Any = kind()

@@ -51,7 +51,7 @@ def test_layers_are_nodes_and_compute_what_the_module_does(activation: str, both
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("kind", params(["LSTM", "GRU", "RNN"], large=["GRU", "RNN"]))
 def test_a_long_sequence_takes_no_longer_to_export(kind: str) -> None:
     module = getattr(torch.nn, kind)(5, 8, 2, bidirectional=True)
     spent = []

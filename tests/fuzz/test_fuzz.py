@@ -20,7 +20,7 @@ from tests.fuzz.corpus import Finding
 from tests.fuzz.kinds import KINDS, prepare
 from tests.fuzz.past import PAST
 
-COUNT = 25
+COUNT = 15
 """Attempts of a kind; ``make fuzz`` has 1000."""
 
 pytestmark = pytest.mark.full

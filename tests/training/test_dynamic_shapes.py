@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import graphc  # noqa: E402
 from graphc.distributed.threads import run_threads  # noqa: E402
 from graphc.errors import DataDependentShapeError  # noqa: E402
+from tests.tiers import params  # noqa: E402
 
 F = torch.nn.functional
 
@@ -72,7 +73,9 @@ def compiled(module: Any, batch: tuple[Any, ...], **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("backend", ["onnxruntime", "onnxruntime:fuse=false", "numpy"])
+@pytest.mark.parametrize(
+    "backend", params(["onnxruntime", "onnxruntime:fuse=false", "numpy"], large=["onnxruntime:fuse=false"])
+)
 def test_tokens_that_a_mask_selects(backend: str) -> None:
     torch.manual_seed(0)
     module, ids = Masked(), torch.randint(0, 50, (6, 12))

@@ -235,8 +235,8 @@ def test_float32_masters_are_divided_too(precision: str, strategy: str, tmp_path
 @pytest.mark.parametrize(
     ("strategy", "formula"),
     [
-        ("mirrored", lambda psi, n: 16 * psi),
-        ("zero:stage=1", lambda psi, n: 4 * psi + 12 * psi / n),
+        pytest.param("mirrored", lambda psi, n: 16 * psi, marks=pytest.mark.large),
+        pytest.param("zero:stage=1", lambda psi, n: 4 * psi + 12 * psi / n, marks=pytest.mark.large),
         ("zero:stage=2,offload=true", lambda psi, n: 2 * psi + 14 * psi / n),
         ("zero:stage=3", lambda psi, n: 16 * psi / n),
     ],

@@ -22,6 +22,7 @@ from graphc.backends.onnxruntime.pool import ThreadPool
 from graphc.device import in_order
 from graphc.errors import InternalError
 from graphc.frontends.torch import export
+from tests.tiers import params
 
 Array = np.ndarray[Any, Any]
 
@@ -144,7 +145,7 @@ print(np.abs(y - np.einsum("nchw,mcij->nmhw", x, w)).max() < 1e-3)
 """
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", params([1, 2], full=[2], large=[1]))
 def test_handlers_of_signals_do_not_write_where_products_work(threads: int) -> None:
     """Where the stack pointer of oneDNN's code lies on the heap, as it does in products, the frame of a handler destroys it."""
     done = subprocess.run(

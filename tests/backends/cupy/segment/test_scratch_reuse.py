@@ -68,7 +68,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
     ("options", "workers"),
-    params(product(OPTIONS, (1, 2)), large=[*((options, 1) for options in OPTIONS[1:]), (OPTIONS[3], 2)]),
+    params(product(OPTIONS, (1, 2)), large=[*((options, 1) for options in OPTIONS[1:]), *((OPTIONS[k], 2) for k in (0, 1, 3))]),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
