@@ -25,7 +25,7 @@ from graphc.backends.fusion import expressions
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.host import language, object_files
 from graphc.backends.host.emit import Emitter
-from graphc.backends.host.generator import LANES, Loops
+from graphc.backends.host.generator import LANES, LINE, TURNED, Loops
 from graphc.backends.host.kinds import I64
 from graphc.backends.host.machine_code import MachineCode, target_machine
 from graphc.backends.host.mathematics import Mathematics
@@ -111,6 +111,9 @@ def units_of(loops: Loops, reduces: bool) -> tuple[int, int]:
         return math.prod(sizes[:-1]) * -(-sizes[-1] // loops.vector), loops.vector * columns
     if reduces:
         return math.prod(sizes), columns
+    if loops.beside:
+        beside = dict(loops.rows)[loops.beside]
+        return math.prod(sizes[:-1]) // beside * -(-beside // LINE), LINE * sizes[-1]
     return (math.prod(sizes[:-1]), sizes[-1]) if len(sizes) > 1 else (sizes[0], 1)
 
 
@@ -157,6 +160,23 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
 
     following: list[Any] = []  # the unit after those that a pass takes at once
 
+    def beside() -> None:
+        """Neighbours of the loop ``beside`` together, for a part of the innermost loop after the other."""
+        unit = emitter.expression(language.Name("unit")).value
+        inner, size = loops.rows[-1]
+        neighbours = dict(loops.rows)[loops.beside]
+        blocks = number(-(-neighbours // LINE))
+        decode(build.sdiv(unit, blocks), [loop for loop in loops.rows[:-1] if loop[0] != loops.beside])
+        first = build.mul(build.srem(unit, blocks), number(LINE))
+        last = least(build.add(first, number(LINE)), number(neighbours))
+
+        def part() -> None:
+            start = build.mul(emitter.expression(language.Name("part")).value, number(TURNED))
+            stop = least(build.add(start, number(TURNED)), number(size))
+            emitter.loop(first, last, loops.beside, lambda: emitter.loop(start, stop, inner, lambda: emitter.run(body)))
+
+        emitter.loop(number(0), number(-(-size // TURNED)), "part", part)
+
     def one_unit() -> None:
         unit = emitter.expression(language.Name("unit")).value
         if not loops.rows:
@@ -182,6 +202,8 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
         elif reduces:
             decode(unit, loops.rows)
             emitter.run(body)
+        elif loops.beside:
+            beside()
         else:
             decode(unit, loops.rows[:-1])
             _nest(emitter, loops.rows[-1:], lambda: emitter.run(body))

@@ -321,15 +321,39 @@ def transpose(op: Builder, node: ir.Node) -> ir.Value | None:
 
 
 def _transposed_product(op: Builder, node: ir.Node) -> ir.Value | None:
-    """(a·b)ᵀ → bᵀ·aᵀ, when the product is used nowhere else: Gemm transposes its operands in passing"""
-    product = _producer(node.inputs[0], "Gemm")
-    if product is None or len(product.inputs) > 2 or len(list(product.outputs[0].uses())) != 1:
+    """(a·b)ᵀ → bᵀ·aᵀ, when the product is used nowhere else: Gemm transposes its operands in passing.
+
+    So with a sum of products, as the gradient of a weight that several layers share. Every product stays where it is in the
+    order of nodes, so that its operands need not wait for the last one.
+    """
+    if permutation(node) != [1, 0]:
         return None
-    if product.outputs[0].is_graph_output() or permutation(node) != [1, 0]:
-        return None
-    attributes = {name: attr.value for name, attr in product.attributes.items()}
-    swapped = {"transA": 1 - attributes.get("transB", 0), "transB": 1 - attributes.get("transA", 0)}
-    return op.emit("Gemm", product.inputs[::-1], {k: v for k, v in {**attributes, **swapped}.items() if v})[0]
+    nodes: list[ir.Node] = []
+    waiting = [node.inputs[0]]
+    while waiting:
+        value = waiting.pop()
+        made = _producer(value, "Gemm", "Add")
+        if value is None or made is None or len(list(value.uses())) != 1 or value.is_graph_output():
+            return None
+        if made.op_type == "Gemm" and len(made.inputs) > 2:
+            return None
+        if made.op_type == "Add":
+            if op.marks or not all(x is not None and same_shape(x, value) for x in made.inputs):
+                return None  # the summands may be of other stages of a pipeline
+            waiting += made.inputs
+        nodes.append(made)
+    before, turned = op.before, dict[ir.Value, ir.Value]()
+    for made in reversed(nodes):
+        op.before = made
+        if made.op_type == "Add":
+            turned[made.outputs[0]] = op.Add(*(turned[x] for x in made.inputs if x is not None))
+            continue
+        attributes = {name: attr.value for name, attr in made.attributes.items()}
+        swapped = {"transA": 1 - attributes.get("transB", 0), "transB": 1 - attributes.get("transA", 0)}
+        kept = {name: value for name, value in {**attributes, **swapped}.items() if value}
+        turned[made.outputs[0]] = op.emit("Gemm", made.inputs[::-1], kept)[0]
+    op.before = before
+    return turned[node.inputs[0]]  # type: ignore[index]
 
 
 @rule("Slice")
