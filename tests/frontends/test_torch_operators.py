@@ -67,6 +67,8 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "bilinear upsampling to a line": lambda x: F.interpolate(x[None, None], size=(1, 9), mode="bilinear"),
     "standard deviation of equal numbers": lambda x: torch.stack([x[:, 0]] * 4, 1).std(1) + x.std() + x.std(1, correction=0),
     "standard deviation and mean": lambda x: torch.cat(torch.std_mean(torch.cat([x, x[:, :2] * 0], 1), 0, keepdim=True)),
+    "einsum of integers and floats": lambda x: x * torch.einsum("i,j->ij", torch.arange(4), x[0].cos()),
+    "einsum of two kinds of halves": lambda x: torch.einsum("i,j->ij", x.new_tensor([1, 2, 3]).half(), x[0].bfloat16()),
     "hypot": lambda x: torch.hypot(x, x + 1),
     "copysign": lambda x: torch.copysign(x, torch.tensor([-0.0, 0.0, 1.0, -1.0, 2.0, -3.0])),
     "signbit": lambda x: x * torch.signbit(x),

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-from graphc.frontends.torch_export.forms import BOOL, INT64, axis_of, fixed_length, like, opset, typed
+from graphc.frontends.torch_export.forms import BOOL, FLOAT, INT64, axis_of, fixed_length, like, opset, typed
 from graphc.frontends.torch_export.special import log_add_exp
 
 
@@ -27,6 +27,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     from onnxscript.function_libs.torch_lib.tensor_typing import TReal, TTensor
 
     aten = torch.ops.aten
+    R: Any = TReal
     lists, numbers, maybe = Sequence[int], {"dim": int, "keepdim": bool}, int | None
     indices = Sequence[Optional[Union[I32, I, LOGICAL]]]  # noqa: UP007, UP045 (the exporter takes no other form)
     put = {"x": TReal, "indices": indices, "values": TReal, "accumulate": bool}
@@ -61,6 +62,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.searchsorted.Tensor, _search_sorted, {"ends": X, "x": X, "out_int32": bool, "right": bool, "side": str | None}),
         (aten.std.correction, _standard_deviation, spread),
         (aten.std_mean.correction, _standard_deviation_and_mean, spread),
+        (aten.einsum.default, _einsum, {"equation": str, "tensors": Sequence[R], "path": Optional[int], "return": R}),  # noqa: UP045
         (aten.randperm.default, _permutation, {"n": I, "dtype": int, **placed, "return": I}),
         (
             torch.ops.prims.uniform.default,
@@ -316,6 +318,21 @@ def _permutation(n: Any, dtype: int = INT64, layout: str = "", device: str = "",
     op = opset()
     count = op.Reshape(n, op.Constant(value_ints=[-1]))
     return op.Cast(op.TopK(op.RandomUniformLike(op.Expand(op.Constant(value_float=0.0), count)), count, axis=0)[1], to=dtype)
+
+
+# Products ----------------------------------------------------------------------------------------------------------------
+
+
+_BY_RANK = ("BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE")
+"""Types of numbers; an outer product has the last of its operands' (in PyTorch, float32 for the two types of 16 bits)."""
+
+
+def _einsum(equation: str, tensors: Any, path: Any = None) -> Any:
+    """Of operands of any types, such as positions times frequencies; ONNX's has one type."""
+    op, types = opset(), sorted({x.dtype for x in tensors}, key=lambda dtype: _BY_RANK.index(dtype.name))
+    halves = [dtype.name for dtype in types][-2:] == ["FLOAT16", "BFLOAT16"]
+    common = FLOAT if halves else types[-1].value
+    return op.Einsum(*(x if len(types) == 1 else op.Cast(x, to=common) for x in tensors), equation=equation)
 
 
 # Distances ---------------------------------------------------------------------------------------------------------------

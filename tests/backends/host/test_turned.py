@@ -30,7 +30,9 @@ def test_a_turned_sum_is_exact(
 ) -> None:
     loops: list[Any] = []
     plain = compiler.Compiler.compile
-    monkeypatch.setattr(compiler.Compiler, "compile", lambda own, source, made: (loops.append(made), plain(own, source, made))[1])
+    monkeypatch.setattr(
+        compiler.Compiler, "compile", lambda own, source, made: (loops.append(made), plain(own, source, made))[1]
+    )
     turned = [shape[k] for k in perm]
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 20]>
