@@ -113,7 +113,8 @@ def units_of(loops: Loops, reduces: bool) -> tuple[int, int]:
         return math.prod(sizes), columns
     if loops.beside:
         beside = dict(loops.rows)[loops.beside]
-        return math.prod(sizes[:-1]) // beside * -(-beside // LINE), LINE * sizes[-1]
+        blocks, parts = -(-beside // LINE), -(-sizes[-1] // TURNED)
+        return math.prod(sizes[:-1]) // beside * blocks * parts, LINE * min(TURNED, sizes[-1])
     return (math.prod(sizes[:-1]), sizes[-1]) if len(sizes) > 1 else (sizes[0], 1)
 
 
@@ -160,22 +161,19 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
 
     following: list[Any] = []  # the unit after those that a pass takes at once
 
-    def beside() -> None:
-        """Neighbours of the loop ``beside`` together, for a part of the innermost loop after the other."""
+    def tile() -> None:
+        """``LINE`` neighbours of the loop ``beside``, for ``TURNED`` steps of the innermost loop."""
         unit = emitter.expression(language.Name("unit")).value
         inner, size = loops.rows[-1]
         neighbours = dict(loops.rows)[loops.beside]
-        blocks = number(-(-neighbours // LINE))
-        decode(build.sdiv(unit, blocks), [loop for loop in loops.rows[:-1] if loop[0] != loops.beside])
+        parts, blocks = number(-(-size // TURNED)), number(-(-neighbours // LINE))
+        start = build.mul(build.srem(unit, parts), number(TURNED))
+        unit = build.sdiv(unit, parts)
         first = build.mul(build.srem(unit, blocks), number(LINE))
+        decode(build.sdiv(unit, blocks), [loop for loop in loops.rows[:-1] if loop[0] != loops.beside])
+        stop = least(build.add(start, number(TURNED)), number(size))
         last = least(build.add(first, number(LINE)), number(neighbours))
-
-        def part() -> None:
-            start = build.mul(emitter.expression(language.Name("part")).value, number(TURNED))
-            stop = least(build.add(start, number(TURNED)), number(size))
-            emitter.loop(first, last, loops.beside, lambda: emitter.loop(start, stop, inner, lambda: emitter.run(body)))
-
-        emitter.loop(number(0), number(-(-size // TURNED)), "part", part)
+        emitter.loop(first, last, loops.beside, lambda: emitter.loop(start, stop, inner, lambda: emitter.run(body)))
 
     def one_unit() -> None:
         unit = emitter.expression(language.Name("unit")).value
@@ -203,7 +201,7 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
             decode(unit, loops.rows)
             emitter.run(body)
         elif loops.beside:
-            beside()
+            tile()
         else:
             decode(unit, loops.rows[:-1])
             _nest(emitter, loops.rows[-1:], lambda: emitter.run(body))

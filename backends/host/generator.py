@@ -24,10 +24,10 @@ NARROWEST = 3
 """Fewest neighbouring rows for a pass over several: beside fewer, vectors go along the columns, however far apart these lie."""
 
 LINE = 16
-"""Elements of a line of the cache, or fewer."""
+"""Elements of four bytes in a line of the cache; so many rows are computed beside each other."""
 
 TURNED = 64
-"""Lines of a matrix read by columns that are read at a time, for ``LINE`` rows beside each other."""
+"""Elements of each of these rows that are computed before the next ones: the lines that they read stay in the first cache."""
 
 SETS, WAYS, BYTES = 64, 8, 64
 """The first cache of common processors: ``WAYS`` lines of ``BYTES`` in each set; the address of a line tells its set."""
@@ -98,7 +98,7 @@ class HostGenerator(Generator):
         return steps["rows"] > steps["columns"]
 
     def _turned(self) -> str:
-        """The rows of a matrix that is read by columns: each line of the cache that a row reads, its neighbours read too.
+        """The loop whose rows read the same lines of the cache, if the kernel reads a matrix by columns; "" for other kernels.
 
         Adding two matrices of 131072 × 256 and turning the sum reads each line from memory 16 times, one row after the other;
         with neighbours beside each other it takes 0.4 times as long. Where the lines of a row fit the first cache, nothing is

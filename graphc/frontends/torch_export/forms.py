@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-FLOAT, INT64, BOOL, FLOAT64 = 1, 7, 9, 11
+INT64, BOOL, FLOAT64 = 7, 9, 11
 
 
 def typed(function: Callable[..., Any], kinds: dict[str, Any]) -> Callable[..., Any]:

@@ -9,11 +9,14 @@ Gradients follow from the forms. They are those of PyTorch, except that places w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-from graphc.frontends.torch_export.forms import BOOL, FLOAT, INT64, axis_of, fixed_length, like, opset, typed
+import onnx_ir as ir
+
+from graphc.frontends.torch_export.forms import BOOL, INT64, axis_of, fixed_length, like, opset, typed
 from graphc.frontends.torch_export.special import log_add_exp
 
 
@@ -323,16 +326,18 @@ def _permutation(n: Any, dtype: int = INT64, layout: str = "", device: str = "",
 # Products ----------------------------------------------------------------------------------------------------------------
 
 
-_BY_RANK = ("BOOL", "UINT8", "INT8", "INT16", "INT32", "INT64", "FLOAT16", "BFLOAT16", "FLOAT", "DOUBLE")
-"""Types of numbers; an outer product has the last of its operands' (in PyTorch, float32 for the two types of 16 bits)."""
-
-
 def _einsum(equation: str, tensors: Any, path: Any = None) -> Any:
-    """Of operands of any types, such as positions times frequencies; ONNX's has one type."""
-    op, types = opset(), sorted({x.dtype for x in tensors}, key=lambda dtype: _BY_RANK.index(dtype.name))
-    halves = [dtype.name for dtype in types][-2:] == ["FLOAT16", "BFLOAT16"]
-    common = FLOAT if halves else types[-1].value
-    return op.Einsum(*(x if len(types) == 1 else op.Cast(x, to=common) for x in tensors), equation=equation)
+    """Operands of several types, such as positions times frequencies, take their common one; ONNX's Einsum has one type."""
+    import torch
+
+    op = opset()
+    if len({x.dtype for x in tensors}) > 1:
+        types = {"FLOAT": torch.float32, "DOUBLE": torch.float64}
+        types |= {kind.name: getattr(torch, kind.name.lower()) for kind in ir.DataType if hasattr(torch, kind.name.lower())}
+        common = functools.reduce(torch.promote_types, (types[x.dtype.name] for x in tensors))
+        name = next(name for name, dtype in types.items() if dtype is common)
+        tensors = [op.Cast(x, to=ir.DataType[name].value) for x in tensors]
+    return op.Einsum(*tensors, equation=equation)
 
 
 # Distances ---------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ SHAPES = [
     ((65, 1024), (1, 0), True),  # lines 4 KiB apart share a set of the cache
     ((384, 49), (1, 0), False),  # all lines fit
     ((700, 40), (0, 1), False),
+    ((5000, 17), (1, 0), True),  # two blocks of neighbours; threads share parts of their lines
 ]
 
 
@@ -30,9 +31,12 @@ def test_a_turned_sum_is_exact(
 ) -> None:
     loops: list[Any] = []
     plain = compiler.Compiler.compile
-    monkeypatch.setattr(
-        compiler.Compiler, "compile", lambda own, source, made: (loops.append(made), plain(own, source, made))[1]
-    )
+
+    def noting(own: compiler.Compiler, source: Any, made: Any) -> Any:
+        loops.append(made)
+        return plain(own, source, made)
+
+    monkeypatch.setattr(compiler.Compiler, "compile", noting)
     turned = [shape[k] for k in perm]
     model = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 20]>
