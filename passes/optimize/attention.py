@@ -5,9 +5,10 @@
 
 The pass starts at a Softmax, follows the scores back to the first product (through the scale and additive or selecting
 masks) and the probabilities forward to the second. Heads may be repeated for groups of queries. It reads transposes, reshapes
-and the parts of a packed projection as an order of axes (:mod:`graphc.passes.optimize.axis_order`). A dropout mask of the
-probabilities from ``train_mode`` becomes an operand. ``ai.onnx::Attention`` is replaced if it has no cache, cap or
-window. Nothing changes if the probabilities have another use (another product, an output).
+and the parts of a packed projection as an order of axes (:mod:`graphc.passes.optimize.axis_order`). Other factors of the
+scores, such as a temperature that each head learns, multiply the queries, or the keys where they differ between keys. A
+dropout mask of the probabilities from ``train_mode`` becomes an operand. ``ai.onnx::Attention`` is replaced if it has no
+cache, cap or window. Nothing changes if the probabilities have another use (another product, an output).
 """
 
 from __future__ import annotations
@@ -90,6 +91,35 @@ def _starts(graph: ir.Graph) -> Iterator[ir.Node]:
                 yield node
 
 
+@dataclass(frozen=True)
+class Factor:
+    """What the scores are multiplied with, or divided by, that no number is: a value which broadcasts to them.
+
+    Attributes:
+        axes: the letter of each of its axes longer than one, in order; a key's is t, as in a layout.
+        place: those axes.
+        of_keys: whether it multiplies the keys; else the queries.
+    """
+
+    value: ir.Value
+    axes: str
+    place: tuple[int, ...]
+    of_keys: bool
+    divides: bool
+
+    def applied(self, op: Builder, view: View) -> View:
+        """The queries or keys times this."""
+        whole, letters = view.emit(op), "".join(view.axes)
+        single = [k for k in range(rank(self.value)) if k not in self.place]
+        value = op.Squeeze(self.value, single) if single else self.value
+        value = _permuted(op, value, [self.axes.index(c) for c in letters if c in self.axes])
+        missing = [k for k, c in enumerate(letters) if c not in self.axes]
+        if self.axes:
+            value = op.Unsqueeze(value, missing)
+        value = op.Div(whole, value) if self.divides else op.Mul(whole, value)
+        return View(value, list(letters), view.sizes, view.scale)
+
+
 @dataclass
 class Found:
     """The operands and results of one attention."""
@@ -104,10 +134,15 @@ class Found:
     seen: list[tuple[ir.Value, bool]] = field(default_factory=list)
     added: list[ir.Value] = field(default_factory=list)
     keep: View | None = None
+    factors: list[Factor] = field(default_factory=list)
 
     def emit(self, graph: ir.Graph, op: Builder, saves: str) -> None:
         op.before, op.scope = self.before, self.before.name or self.before.op_type
         views = self._unpacked_or_packed()
+        if self.factors:
+            views = [view.alone for view in views]
+        for factor in self.factors:
+            views[factor.of_keys] = factor.applied(op, views[factor.of_keys])
         whole: dict[tuple[ir.Value, str], ir.Value] = {}
         operands = []
         for view in views:
@@ -182,11 +217,11 @@ class _Search:
         self.softmax = softmax
         self._is_causal = causal
         self.scale = 1.0
-        self.scaled = False
+        self.factors: list[Factor] = []
         self.causal = False
         self.seen: list[tuple[ir.Value, bool]] = []
         self.hidden: list[tuple[ir.Value, bool, float]] = []
-        self.added: list[ir.Value] = []
+        self.added: list[tuple[ir.Value, float]] = []
         self.keep: View | None = None
 
     def run(self) -> Found | None:
@@ -209,15 +244,16 @@ class _Search:
         of_q = source_of(q, scaled=True)
         if any(of_k.sizes.get(c, 1) != of_v.sizes.get(c, 1) for c in "bhs"):
             return None
-        added = [*self.added, *self._additive(node)]
-        rest = self.scale, self.causal, self.seen, added, self.keep
+        if not all(self._fits(factor, of_k.renamed() if factor.of_keys else of_q) for factor in self.factors):
+            return None
+        rest = self.scale, self.causal, self.seen, self._additive(node), self.keep, self.factors
         return Found(of_q, of_k.renamed(), of_v.renamed(), follow_result(y), node, *rest)
 
     def _additive(self, before: ir.Node) -> list[ir.Value]:
-        """Turn masks that select a large negative number into numbers to add."""
-        found: list[ir.Value] = []
+        """All numbers that are added to scores; a mask that selects a large negative number becomes such."""
+        op = Builder(before.graph, before=before, scope=f"{before.name}/mask")  # type: ignore[arg-type]
+        found = [mask if scale == 1 else op.Mul(mask, op.scalar(scale, mask)) for mask, scale in self.added]
         for value, inverted, number in self.hidden:
-            op = Builder(before.graph, before=before, scope=f"{before.name}/mask")  # type: ignore[arg-type]
             zero, low = op.scalar(0.0, self.softmax.outputs[0]), op.scalar(number, self.softmax.outputs[0])
             found.append(op.Where(value, low, zero) if inverted else op.Where(value, zero, low))
         return found
@@ -253,7 +289,7 @@ class _Search:
                 return None
             if node.op_type == "MatMul":
                 return _operands(node, view)
-            step = self._scaling(node) or self._masking(node, view)
+            step = self._scaling(node, view) or self._masking(node, view)
             if step is not None:
                 view = view.of(step)
                 continue
@@ -262,18 +298,35 @@ class _Search:
                 return None
             view = back
 
-    def _scaling(self, node: ir.Node) -> ir.Value | None:
+    def _scaling(self, node: ir.Node, view: View) -> ir.Value | None:
+        """The scores before they are multiplied, with a number or with what is the same for all keys or for all queries."""
         found = scaling(node)
-        if found is None:
+        if found is not None:
+            self.scale *= found[1]
+            return found[0]
+        if node.op_type not in ("Mul", "Div") or sorted(view.axes[-2:]) != ["s", "t"]:
             return None
-        self.scale *= found[1]
-        self.scaled = True
-        return found[0]
+        for x, factor in (node.inputs, reversed(node.inputs))[: 2 if node.op_type == "Mul" else 1]:
+            shape = dims(factor) if factor is not None else None
+            if x is None or factor is None or shape is None or dims(x) != dims(view.value) or not _leads_to_product(x):
+                continue
+            axes = {k: view.axes[k - len(shape)] for k, size in enumerate(shape) if size != 1}
+            letters = "".join(axes.values())
+            if len(letters) == len(axes) and not {"s", "t"} <= set(letters):
+                place = tuple(axes)
+                self.factors.append(Factor(factor, letters.replace("s", "t"), place, "s" in letters, node.op_type == "Div"))
+                return x
+        return None
+
+    def _fits(self, factor: Factor, view: View) -> bool:
+        """Whether the queries or keys have the axes of a factor as it has them: heads that are shared have not."""
+        shape = dims(factor.value) or ()
+        return all(view.sizes.get(c, 1) == shape[k] for c, k in zip(factor.axes, factor.place, strict=True))
 
     def _masking(self, node: ir.Node, view: View) -> ir.Value | None:
         """The scores before a mask, which is recorded; None for another op or a mask that no layout expresses."""
-        if self.scaled:
-            return None  # a mask added before the scale was also scaled
+        if self.factors or self.scale <= 0:
+            return None  # what a mask adds before is multiplied too, which turns or fills it
         if node.op_type == "Add":
             for x, mask in (node.inputs, reversed(node.inputs)):
                 if x is not None and mask is not None and _leads_to_product(x) and dims(x) == dims(node.outputs[0]):
@@ -295,7 +348,7 @@ class _Search:
                 if self._asked(aligned, how, test):
                     self.causal = True  # every row sees its first key, so the value that masks the others does not matter
                 elif number != -math.inf:
-                    self.hidden.append((aligned, inverted, number))
+                    self.hidden.append((aligned, inverted, number * self.scale))
                 else:
                     self.seen.append((aligned, inverted))
                 return x
@@ -317,7 +370,7 @@ class _Search:
         elif choice is not None and choice.op_type == "Where" and is_choice(*choice.inputs[1:]):
             self.seen.append((input_of(choice), False))
         else:
-            self.added.append(mask)
+            self.added.append((mask, self.scale))
 
 
 def _leads_to_product(value: ir.Value) -> bool:

@@ -31,12 +31,26 @@ def is_choice(shown: ir.Value | None, other: ir.Value | None) -> bool:
     return filled(shown) == 0 and filled(other) == -math.inf
 
 
-def known_mask(mask: ir.Value, depth: int = 8) -> np.ndarray | None:
-    """The elements of a mask computed from constants only."""
+_OF_MATRICES = frozenset(
+    {"Trilu", "Not", "And", "Or", "Xor", "Cast", "Where", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+    | {"Add", "Sub", "Mul", "Neg", "Identity"}
+)
+"""Ops that compute each matrix of their result from the same matrix of their operands."""
+
+
+def known_mask(mask: ir.Value, depth: int = 8, *, one: bool = True) -> np.ndarray | None:
+    """The elements of a mask computed from constants only.
+
+    Args:
+        one: of equal matrices, as many as a batch of no known size has, one will do.
+    """
     found, node = constant(mask), mask.producer()
     if found is not None or node is None or depth == 0:
         return found
-    copies = [None if v is None else known_mask(v, depth - 1) for v in node.inputs]
+    if one and node.domain == "" and node.op_type == "Expand" and (matrix := _repeated(node)) is not None:
+        return matrix
+    one = one and node.op_type in _OF_MATRICES
+    copies = [None if v is None else known_mask(v, depth - 1, one=one) for v in node.inputs]
     if any(v is not None and copy is None for v, copy in zip(node.inputs, copies, strict=True)):
         return None
     graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="mask")
@@ -45,6 +59,17 @@ def known_mask(mask: ir.Value, depth: int = 8) -> np.ndarray | None:
     outputs = op.emit(node.op_type, again, dict(node.attributes), outputs=1) if node.domain == "" else ()
     producer = outputs[0].producer() if outputs else None
     return evaluate(producer, limit=_LARGEST_MASK) if producer is not None else None
+
+
+def _repeated(expand: ir.Node) -> np.ndarray | None:
+    """The matrix that an Expand repeats."""
+    source, shape = constant(expand.inputs[0]), dims(expand.outputs[0])
+    if source is None or shape is None or len(shape) < 3 or any(size != 1 for size in source.shape[:-2]):
+        return None
+    last = shape[-2:]
+    if not all(isinstance(size, int) for size in last) or math.prod(last) > _LARGEST_MASK:  # type: ignore[arg-type]
+        return None
+    return np.broadcast_to(source.reshape(source.shape[-2:]), last).reshape((1,) * (len(shape) - 2) + tuple(last))  # type: ignore[arg-type]
 
 
 def adds_causal(added: np.ndarray | None) -> bool:
@@ -59,9 +84,9 @@ def hides_causal(hidden: np.ndarray | None) -> bool:
 
 def shows_causal(seen: np.ndarray | None) -> bool:
     """Whether a boolean mask is causal: query i sees the keys 0 to i."""
-    if seen is None or seen.ndim < 2 or seen.size != seen.shape[-1] * seen.shape[-2] or seen.shape[-1] == 1:
+    if seen is None or seen.ndim < 2 or seen.size == 0 or seen.shape[-1] == 1:
         return False
-    return bool(((seen.reshape(seen.shape[-2:]) != 0) == (np.tri(*seen.shape[-2:]) > 0)).all())
+    return bool(((seen != 0) == (np.tri(*seen.shape[-2:]) > 0)).all())
 
 
 def aligned_mask(mask: ir.Value, view: View) -> ir.Value | None:

@@ -5,9 +5,9 @@
 
 Products have fast kernels, gradients that are products, and the attention pass knows them. Several operands are multiplied
 from left to right. Sizes of a label that both operands and the result have may differ, as 4·batch and a size of no known name
-do where the exporter lost it: a MatMul repeats a size of one there as an Einsum does. An Einsum stays as it is if a label
-occurs twice in an operand, if sizes of a summed label may differ, if sizes cannot be written as the shape of a reshape, or if
-its operands are integers.
+do where the exporter lost it: a MatMul repeats a size of one there as an Einsum does. Of an operand with a label twice, as in
+"bd,dd->bd", the diagonal is taken. An Einsum stays as it is if the length of such a label is not known, if sizes of a summed
+label may differ, if sizes cannot be written as the shape of a reshape, or if its operands are integers.
 """
 
 from __future__ import annotations
@@ -59,8 +59,14 @@ def _written(op: Builder, node: ir.Node) -> ir.Value | None:
     if any(dims(value) is None or not is_float(value) for value in inputs):
         return None
     terms, result = einsum_terms(node, inputs)
+    if len(set(result)) != len(result):
+        return None
+    apart = [_diagonal(op, _Term(value, labels)) for value, labels in zip(inputs, terms, strict=True)]
+    if any(term is None for term in apart):
+        return None
+    inputs, terms = [term.value for term in apart if term], [term.labels for term in apart if term]
     sizes = _sizes(terms, inputs)
-    if sizes is None or len(set(result)) != len(result):
+    if sizes is None:
         return None
     writer = _Writer(op, sizes)
     found, *rest = (_Term(value, labels) for value, labels in zip(inputs, terms, strict=True))
@@ -72,6 +78,26 @@ def _written(op: Builder, node: ir.Node) -> ir.Value | None:
             return None
         found = product
     return writer.ordered(writer.summed(found, result), result)
+
+
+def _diagonal(op: Builder, term: _Term) -> _Term | None:
+    """The elements whose places along all axes of a label are the same; None when the length of those axes is not known."""
+    shape = dims(term.value) or ()
+    if len(shape) != len(term.labels):
+        return None
+    for label in dict.fromkeys(c for c in term.labels if term.labels.count(c) > 1):
+        places = [k for k, c in enumerate(term.labels) if c == label]
+        others = [k for k in range(len(term.labels)) if k not in places]
+        lengths = {(dims(term.value) or ())[k] for k in places}
+        length = lengths.pop()
+        if lengths or not isinstance(length, int):
+            return None
+        last = op.Transpose(term.value, perm=[*others, *places]) if others else term.value
+        step = sum(length**k for k in range(len(places)))
+        flat = op.Reshape(last, [*[0] * len(others), length ** len(places)])
+        found = op.Slice(flat, [0], [length ** len(places)], [len(others)], [step])
+        term = _Term(found, "".join(term.labels[k] for k in others) + label)
+    return term
 
 
 def _sizes(terms: Sequence[str], inputs: Sequence[ir.Value]) -> dict[str, Dim] | None:

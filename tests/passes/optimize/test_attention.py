@@ -104,6 +104,45 @@ class Layers(nn.Module):
         return self.cross(self.encoder(x), other, other, need_weights=False)[0].square().mean()  # type: ignore[no-any-return]
 
 
+class Scaled(nn.Module):
+    """Scores times what no number is, and masks before the scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(5))
+        self.temperature = nn.Parameter(torch.rand(HEADS, 1, 1) + 0.5)
+        self.sharpness = nn.Parameter(torch.rand(()) + 0.5)
+        self.of_keys = nn.Linear(WIDTH, 1)
+        self.bias = nn.Parameter(torch.randn(HEADS, LENGTH, LENGTH))
+
+    def forward(self, x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        each = []
+        for layer in self.packed:
+            q, k, v = layer(x).reshape(batch, length, 3, HEADS, SIZE).permute(2, 0, 3, 1, 4).unbind(0)
+            each.append((F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+        # Swin's second version: a temperature for each head, then a bias that trains.
+        q, k, v = each[0]
+        y = (((q @ k.transpose(-2, -1)) * self.temperature + self.bias).softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        # One temperature, and a factor for each query.
+        q, k, v = each[1]
+        scores = q @ k.transpose(-2, -1) * self.sharpness.exp() / (1 + x.square().mean(-1))[:, None, :, None]
+        y = y + (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        # A factor for each key, on scores whose axes were moved.
+        q, k, v = each[2]
+        scores = (k @ q.transpose(-2, -1)).transpose(-2, -1) * self.of_keys(x)[:, None, :, 0, None].transpose(-2, -1)
+        y = y + (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        # Time series: hidden before the scale, by a mask made for the whole batch; then numbers that train before it.
+        q, k, v = each[3]
+        future = torch.triu(torch.ones(batch, 1, length, length, dtype=torch.bool), diagonal=1)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(future, -torch.inf)
+        y = y + ((0.3 * scores).softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        q, k, v = each[4]
+        scores = (q @ k.transpose(-2, -1) + self.bias + (1 - seen[:, None, None, :]) * -1e9) / math.sqrt(SIZE)
+        y = y + (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        return y.square().mean()
+
+
 def fused(model: ir.Model) -> list[tuple[str, int, bool]]:
     """Layout, causal and masked of each fused attention."""
     nodes = [n for n in model.graph if n.op_type == "ScaledDotProductAttention"]
@@ -155,6 +194,16 @@ def test_every_way_to_write_it_is_found_and_trains_as_in_pytorch(saves: str) -> 
     seen[1, 4:] = 0
     x = np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH), dtype=np.float32)
     assert fused(check_against_torch(Forms(), {"x": x, "seen": seen}, saves)) == FORMS
+
+
+def test_factors_of_scores_move_to_queries_or_keys() -> None:
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    seen = np.ones((BATCH, LENGTH), np.float32)
+    seen[1, 4:] = 0
+    feeds = {"x": rng.standard_normal((BATCH, LENGTH, WIDTH), dtype=np.float32), "seen": seen}
+    found = fused(check_against_torch(Scaled(), feeds, "auto"))
+    assert [(causal, masked) for _, causal, masked in found] == [(0, True), (0, False), (0, False), (1, False), (0, True)]
 
 
 def test_layers_of_pytorch_are_read_from_their_packed_projections() -> None:
@@ -245,9 +294,17 @@ LEFT_ALONE: dict[str, Callable[[], ir.Model]] = {
     "the probabilities are a result": lambda: by_hand("s = MatMul(q, kt) p = Softmax(s) y = MatMul(p, v)", outputs="y p"),
     "the scores are used twice": lambda: by_hand("s = MatMul(q, kt) p = Softmax(s) r = Add(p, s) y = MatMul(r, v)"),
     "the softmax runs over the queries": lambda: by_hand("s = MatMul(q, kt) p = Softmax<axis = 2>(s) y = MatMul(p, v)"),
-    "the mask is scaled too": lambda: by_hand(
-        "s = MatMul(q, kt) m = Add(s, b) t = Mul(m, c) p = Softmax(t) y = MatMul(p, v)",
+    "the mask is multiplied with what may be zero": lambda: by_hand(
+        "s = MatMul(q, kt) m = Add(s, b) t = Mul(m, f) p = Softmax(t) y = MatMul(p, v)",
+        "float[2,2,6,4] q, float[2,2,6,4] k, float[2,2,6,4] v, float[6,6] b, float[2,1,1] f",
+    ),
+    "a factor differs between queries and between keys": lambda: by_hand(
+        "s = MatMul(q, kt) t = Mul(s, b) p = Softmax(t) y = MatMul(p, v)",
         "float[2,2,6,4] q, float[2,2,6,4] k, float[2,2,6,4] v, float[6,6] b",
+    ),
+    "heads that share keys have factors of their own": lambda: by_hand(
+        "s = MatMul(q, kt) t = Mul(s, f) p = Softmax(t) y = MatMul(p, v)",
+        "float[2,2,6,4] q, float[2,1,6,4] k, float[2,1,6,4] v, float[2,1,6] f",
     ),
     "there is no product in front": lambda: by_hand(
         "p = Softmax(b) y = MatMul(p, v)", "float[2,2,6,4] k, float[2,2,6,4] v, float[2,2,6,6] b"
