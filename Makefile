@@ -44,7 +44,7 @@ test: $(STAMP) $(KERNELS)  ## the test suite, lint and types (10 to 16 minutes o
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not mpi and not large"
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "mpi and not faults and not large"
 
-test-large: $(STAMP) $(KERNELS)  ## zoo models of hundreds of megabytes, sweeps, and variants of tests of `make test` (about 20 minutes)
+test-large: $(STAMP) $(KERNELS)  ## zoo models of hundreds of megabytes, sweeps, and further cases of tests of `make test` (about 30 minutes)
 	$(BIN)/python -m pytest -m large
 
 quick: $(STAMP) $(KERNELS)  ## the quick tier of the tests (90 s on 2 cores)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.results import Results
+from tests.tiers import listed
 
 # Failed asserts of shared cases show their operands, as those of tests do.
 pytest.register_assert_rewrite(*(f"tests.{path.parent.name}" for path in Path(__file__).parent.glob("*/__init__.py")))
@@ -66,8 +67,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests that need a GPU or MPI on machines without."""
+    """Gives listed tests the marks of their tiers, and skips tests that need a GPU or MPI on machines without."""
+    tiers = listed()
+    for item in items:
+        if item.nodeid in tiers:
+            item.add_marker(tiers[item.nodeid])
     for marker, there, reason in (
         ("gpu", has_gpu, "needs an NVIDIA GPU and the gpu extra"),
         ("mpi", has_mpi, "needs an mpiexec that fits mpi4py, which the mpi extra brings"),

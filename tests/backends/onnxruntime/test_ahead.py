@@ -152,6 +152,7 @@ def test_doctor_is_told_how_many_kernels_are_compiled_and_how_to_compile_them(
     assert ahead.state() == f"{len(LINES)} of {len(LINES)} kernels compiled ahead of time ({processor().level})"
 
 
+@pytest.mark.large
 @pytest.mark.full  # four processes, two of which compile
 @pytest.mark.skipif(processor().level is None, reason="no code is made ahead of time for this processor")
 def test_code_of_a_level_runs_without_numba_and_damaged_code_does_not_run(

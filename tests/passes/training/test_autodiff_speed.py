@@ -57,6 +57,7 @@ def test_five_thousand_nodes_take_a_few_times_what_building_them_took() -> None:
     assert processor_time(lambda: mesh(5_000), differentiate) < 10 * building
 
 
+@pytest.mark.large
 @pytest.mark.full
 def test_the_effort_grows_in_proportion() -> None:
     assert growth(mesh, differentiate, 200) < 8
