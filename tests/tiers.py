@@ -29,10 +29,10 @@ def thinned(cases: Sequence[Any], every: int) -> list[Any]:
 LISTED = Path(__file__).parent / "slow_tests.txt"
 """Lines ``TIER TEST``: tests that bear the mark of a tier for the time they took; `python -m tests.tiers` writes them."""
 
-SHARE = 0.35
+SHARE = 0.25
 """How much of the time of a test with many cases stays in `make test`."""
 
-TOGETHER = 1.5
+TOGETHER = 1.0
 """Seconds from which the cases of a test are divided so."""
 
 QUICK = 0.5

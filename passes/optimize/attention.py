@@ -92,7 +92,7 @@ def _starts(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 @dataclass(frozen=True)
-class Factor:
+class ScoreFactor:
     """What the scores are multiplied with, or divided by, that no number is: a value which broadcasts to them.
 
     Attributes:
@@ -134,7 +134,7 @@ class Found:
     seen: list[tuple[ir.Value, bool]] = field(default_factory=list)
     added: list[ir.Value] = field(default_factory=list)
     keep: View | None = None
-    factors: list[Factor] = field(default_factory=list)
+    factors: list[ScoreFactor] = field(default_factory=list)
 
     def emit(self, graph: ir.Graph, op: Builder, saves: str) -> None:
         op.before, op.scope = self.before, self.before.name or self.before.op_type
@@ -217,7 +217,7 @@ class _Search:
         self.softmax = softmax
         self._is_causal = causal
         self.scale = 1.0
-        self.factors: list[Factor] = []
+        self.factors: list[ScoreFactor] = []
         self.causal = False
         self.seen: list[tuple[ir.Value, bool]] = []
         self.hidden: list[tuple[ir.Value, bool, float]] = []
@@ -314,11 +314,13 @@ class _Search:
             letters = "".join(axes.values())
             if len(letters) == len(axes) and not {"s", "t"} <= set(letters):
                 place = tuple(axes)
-                self.factors.append(Factor(factor, letters.replace("s", "t"), place, "s" in letters, node.op_type == "Div"))
+                self.factors.append(
+                    ScoreFactor(factor, letters.replace("s", "t"), place, "s" in letters, node.op_type == "Div")
+                )
                 return x
         return None
 
-    def _fits(self, factor: Factor, view: View) -> bool:
+    def _fits(self, factor: ScoreFactor, view: View) -> bool:
         """Whether the queries or keys have the axes of a factor as it has them: heads that are shared have not."""
         shape = dims(factor.value) or ()
         return all(view.sizes.get(c, 1) == shape[k] for c, k in zip(factor.axes, factor.place, strict=True))

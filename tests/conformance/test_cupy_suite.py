@@ -108,7 +108,8 @@ def test_a_sample(register_backend: Callable[..., None]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.large)])
+@pytest.mark.large
+@pytest.mark.parametrize("part", [0, 1])
 def test_a_larger_sample_and_all_that_was_ever_wrong(part: int, register_backend: Callable[..., None]) -> None:
     cases = quick_cases()
     names = sorted(cases)

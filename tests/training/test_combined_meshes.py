@@ -130,8 +130,8 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("mesh", "accumulate", "options"), params(RECOMPUTED, large=RECOMPUTED[1:]))
+@pytest.mark.large
+@pytest.mark.parametrize(("mesh", "accumulate", "options"), RECOMPUTED)
 def test_shards_recompute_without_another_collective(
     mesh: str, accumulate: int, options: dict[str, Any], alone: Callable[[str], dict[str, Any]]
 ) -> None:

@@ -47,7 +47,8 @@ def test_workers_follow_one_for_twenty_steps(name: str, path: Callable[[str], st
         follows(one, run_threads(workers, lambda comm, e=edges: train(comm, path(name), name, 20, 0.05, SIZE, e)))
 
 
-@pytest.mark.parametrize("edges", [pytest.param(None, marks=pytest.mark.large), [0, 10, 32]])
+@pytest.mark.large
+@pytest.mark.parametrize("edges", [None, [0, 10, 32]])
 def test_a_residual_network_follows_one_worker_for_ten_steps(edges: list[int] | None, path: Callable[[str], str]) -> None:
     """Ten steps that move the loss by a few percent each.
 
