@@ -35,7 +35,7 @@ SHARE = 0.25
 TOGETHER = 1.0
 """Seconds from which the cases of a test are divided so."""
 
-QUICK = 0.5
+QUICK = 0.25
 """Seconds from which a test is left out of `make quick`."""
 
 DURATION = re.compile(r"^\s*([\d.]+)s (?:call|setup|teardown)\s+(\S.*)$", re.MULTILINE)
@@ -70,7 +70,7 @@ def divided(seconds: Mapping[str, float]) -> dict[str, str]:
                 break
             left, first = [other for other in left if other != case], False
             brought.update(values(case))
-        large.update(case for case in left if seconds[case] >= QUICK / 2)
+        large.update(case for case in left if seconds[case] >= QUICK)
     tiers = dict.fromkeys(large, "large")
     tiers |= {test: "full" for test, took in seconds.items() if took >= QUICK and test not in large}
     return dict(sorted(tiers.items(), key=lambda entry: (entry[1] != "large", entry[0])))
