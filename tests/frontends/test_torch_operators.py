@@ -69,6 +69,12 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "standard deviation and mean": lambda x: torch.cat(torch.std_mean(torch.cat([x, x[:, :2] * 0], 1), 0, keepdim=True)),
     "einsum of integers and floats": lambda x: x * torch.einsum("i,j->ij", torch.arange(4), x[0].cos()),
     "einsum of two kinds of halves": lambda x: torch.einsum("i,j->ij", x.new_tensor([1, 2, 3]).half(), x[0].bfloat16()),
+    "rolled by what data choose": lambda x: (
+        x.roll(-int(x.mean(0).argmax()), 1) + torch.roll(x, (int(x[0].argmin()), 1), (0, 1))
+    ),
+    "frequencies": lambda x: (
+        x * torch.fft.rfftfreq(11, 0.5) + x * torch.fft.fftfreq(6) + x[:, :5].sum() * torch.fft.fftfreq(5)[3]
+    ),
     "hypot": lambda x: torch.hypot(x, x + 1),
     "copysign": lambda x: torch.copysign(x, torch.tensor([-0.0, 0.0, 1.0, -1.0, 2.0, -3.0])),
     "signbit": lambda x: x * torch.signbit(x),

@@ -137,6 +137,31 @@ def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = N
     return places.mul((end - start) / places[-1:].clamp(min=1)).add(start)
 
 
+def _roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor | None:
+    """A shift that data choose, for whose value PyTorch asks, moves by indices."""
+    pairs = [(shifts, dims)] if not isinstance(shifts, (tuple, list)) else list(zip(shifts, dims, strict=True))
+    if not any(isinstance(shift, torch.SymInt) and has_free_unbacked_symbols(shift) for shift, _ in pairs):
+        return None
+    pairs = [(shift, dim[0] if isinstance(dim, (tuple, list)) else dim) for shift, dim in pairs]
+    for shift, dim in pairs:
+        size = input.shape[dim]
+        places = torch.arange(size, device=input.device) - torch.scalar_tensor(shift, dtype=torch.int64, device=input.device)
+        input = input.index_select(dim, places.remainder(size))
+    return input
+
+
+def _frequencies(count: Callable[[Any], Any], turned: bool) -> Callable[..., torch.Tensor]:
+    """``fftfreq`` and ``rfftfreq``, which the exporter does not know."""
+
+    def frequencies(n: Any, d: float = 1.0, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> torch.Tensor:
+        places = torch.arange(count(n), device=device)
+        if turned:
+            places = torch.where(places >= (n + 1) // 2, places - n, places)
+        return places.to(dtype or torch.get_default_dtype()) * (1 / (n * d))
+
+    return frequencies
+
+
 def _take_along_dim(input: torch.Tensor, indices: torch.Tensor, dim: int | None = None) -> torch.Tensor | None:
     if dim is None or input.dim() != indices.dim():
         return None
@@ -279,7 +304,11 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.corrcoef: _corrcoef,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
+    torch.fft.fftfreq: _frequencies(lambda n: n, turned=True),
+    torch.fft.rfftfreq: _frequencies(lambda n: n // 2 + 1, turned=False),
     torch.linspace: _linspace,
+    torch.roll: _roll,
+    torch.Tensor.roll: _roll,
     torch.take_along_dim: _take_along_dim,
     torch.Tensor.take_along_dim: _take_along_dim,
     torch.chunk: _chunk,
