@@ -157,7 +157,8 @@ def _frequencies(count: Callable[[Any], Any], turned: bool) -> Callable[..., tor
         places = torch.arange(count(n), device=device)
         if turned:
             places = torch.where(places >= (n + 1) // 2, places - n, places)
-        return places.to(dtype or torch.get_default_dtype()) * (1 / (n * d))
+        found: torch.Tensor = places.to(dtype or torch.get_default_dtype()) * (1 / (n * d))
+        return found
 
     return frequencies
 
