@@ -100,7 +100,7 @@ def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
         window = _winograd_window(k, "input", dx, w, dy)
         if window is not None:
             return winograd.input_gradient(k.pool, scratchpad_of(k.pool), dy, w, dx, window)
-        return _onednn(k, "input", dx, w, dy)
+        return _turned(k, dy, w, dx) or _onednn(k, "input", dx, w, dy)
 
     tiled = _tiled_window(k, "input", dx, w, dy)
     return otherwise() if tiled is None else tiled_convolution.convolve("input", k.pool, dx, w, None, dy, tiled, otherwise)
@@ -201,6 +201,52 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
     ).runner()
 
 
+def _turned(k: Binding, dy: Array, w: Array, dx: Array) -> Run | None:
+    """dx = Conv(dy, turned w), where that is faster: of few channels, oneDNN's input gradient takes 1.5 to 5 times as long.
+
+    Measured with AVX-512 on images of 64 × 64 and 32 × 32 × 32 of 4 to 12 channels; of 3, it takes as long.
+    """
+    lib, window = library(), Window.of(k.attributes, dx.shape[2:], w.shape[2:])
+    assert lib is not None
+    assert window.pads is not None
+    few = FEWEST_TURNED <= dx.shape[1] < FEW_CHANNELS and math.prod(window.kernel) > 1
+    if not few or int(k.attributes.get("group", 1)) != 1 or any(step > 1 for step in window.strides):
+        return None
+    reach = [d * (t - 1) for d, t in zip(window.dilations, window.kernel, strict=True)]
+    pads = [whole - pad for whole, pad in zip(reach * 2, window.pads, strict=True)]
+    if min(pads) < 0:
+        return None
+    turned = np.empty((w.shape[1], w.shape[0], *window.kernel), dtype=np.float32)
+    run = ConvolutionPrimitive(
+        lib,
+        "forward",
+        dy,
+        turned,
+        dx,
+        None,
+        group=1,
+        strides=window.strides,
+        dilations=window.dilations,
+        pads=tuple(pads),
+        blocked=True,
+        rounded=_is_rounded(k, dx, w, dy),
+        pool=k.pool,
+    ).runner()
+    taps = math.prod(window.kernel)
+    arguments = w.reshape(*w.shape[:2], taps), turned.reshape(*turned.shape[:2], taps)
+    return in_order([k.pool.bind(_turn, arguments, len(turned), max(1, 16384 // (taps * len(w)))), run])
+
+
+@jit
+def _turn(w, turned, start, stop):
+    """Channels change places with results, and the taps their order."""
+    for c in range(start, stop):
+        for m in range(w.shape[0]):
+            taps = w.shape[2]
+            for t in range(taps):
+                turned[c, m, t] = w[m, c, taps - 1 - t]
+
+
 def _is_rounded(k: Binding, x: Array, w: Array, y: Array) -> bool:
     """Whether the operands are rounded to bfloat16: where the user permits it, and copies cost less than it saves."""
     if not k.pool.bf16_products or int(k.attributes.get("group", 1)) != 1:
@@ -209,6 +255,7 @@ def _is_rounded(k: Binding, x: Array, w: Array, y: Array) -> bool:
     return bool(multiplications >= WORTH_ROUNDING * (x.size + w.size + y.size))
 
 
+FEWEST_TURNED = 4
 FEW_CHANNELS = 16
 """Channels of which a gradient fills no vector: in a blocked layout most of it would be padding."""
 

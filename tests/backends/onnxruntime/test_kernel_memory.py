@@ -123,6 +123,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 6, 5, 3, 9), f(6, 1, 3, 2, 3), i(2, 3, 5, 6, 7), constants=(2,), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
         c(WINOGRAD[2], WINOGRAD[1], i(4, 59, 18, 17), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
         c(TILED[2], TILED[1], i(4, 63, 30, 30), constants=(2,), **FIVE),
+        c(f(2, 7, 9, 8), f(7, 6, 3, 2), i(2, 6, 9, 7), constants=(2,), kernel_shape=[3, 2], pads=[1, 1, 1, 1]),
     ],
     "graphc::ConvGradWeight": [
         c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
