@@ -87,7 +87,7 @@ class Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, drelu: T, dplace: T | None, dsquare: T) -> tuple[T, T]:  # type: ignore[override]
-        x, w, y = ctx.saved_tensors
+        x, w, y = ctx.saved_variables
         assert dplace is not None  # zeros
         dy = drelu * (y > -0.1) + dsquare * y.clamp(-1, 1)
         return 0.5 * dy @ w.t(), 2.0 * x.t() @ dy

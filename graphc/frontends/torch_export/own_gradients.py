@@ -43,6 +43,8 @@ class _Context(FunctionCtx):
     def saved_tensors(self) -> tuple[Any, ...]:
         return self.to_save
 
+    saved_variables = saved_tensors  # the name that older code has for them
+
 
 @contextmanager
 def captured() -> Iterator[None]:
