@@ -37,7 +37,7 @@ wheel: $(BASE)  ## a wheel in dist/ with native kernels for every level of x86-6
 demo: $(BASE)  ## train the digits model on two workers (about a minute, installation apart)
 	$(BIN)/graphc demo
 
-test: $(STAMP) $(KERNELS)  ## the test suite, lint and types (10 to 16 minutes on 2 slow cores)
+test: $(STAMP) $(KERNELS)  ## the test suite, lint and types (about 11 minutes on 2 slow cores)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory type
@@ -47,7 +47,7 @@ test: $(STAMP) $(KERNELS)  ## the test suite, lint and types (10 to 16 minutes o
 test-large: $(STAMP) $(KERNELS)  ## zoo models of hundreds of megabytes, sweeps, and further cases of tests of `make test` (about 30 minutes)
 	$(BIN)/python -m pytest -m large
 
-quick: $(STAMP) $(KERNELS)  ## the quick tier of the tests (90 s on 2 cores)
+quick: $(STAMP) $(KERNELS)  ## the quick tier of the tests (90 to 100 s on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not mpi and not large"
 
 faults: $(STAMP)  ## failing data, disks and passes at 20 random moments of a training (5 minutes); more: make fuzz FUZZ="--kind fault"
