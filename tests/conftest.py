@@ -31,6 +31,7 @@ ALL_FULL = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.full\b", re.MULTILIN
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--results", metavar="FILE", help="write what became of the tests to this JSON file, after every test")
+    parser.addoption("--unlisted", action="store_true", help="tests bear no marks of tests/slow_tests.txt")
 
 
 MARKS = ("full", "large", "mpi", "faults", "gpu", "alone")
@@ -68,9 +69,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives listed tests the marks of their tiers, and skips tests that need a GPU or MPI on machines without."""
-    tiers = listed()
+    tiers = {} if config.getoption("--unlisted") else listed()
     for item in items:
         if item.nodeid in tiers:
             item.add_marker(tiers[item.nodeid])

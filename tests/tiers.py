@@ -83,7 +83,7 @@ def values(case: str) -> list[tuple[str, str]]:
 
 
 def main(log: str) -> None:
-    """Lists the slow tests of a run's log; tests of MPI and those that are large by themselves are not in such a run."""
+    """Lists the slow tests of a run's log, in which tests of MPI, and those that are large by themselves, have no place."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for took, test in DURATION.findall(Path(log).read_text(encoding="utf-8")):
         seconds[test] += float(took)
@@ -93,7 +93,8 @@ def main(log: str) -> None:
 
 HEAD = """\
 # Tests that only `make test-large` runs (large) or that `make quick` leaves out (full), by the time they took.
-# Written by `python -m tests.tiers LOG` from the log of `pytest -vv --durations=0 --durations-min=0.05 -m "not mpi"`."""
+# Written by `python -m tests.tiers LOG` from the log of `pytest --unlisted -vv --durations=0 --durations-min=0.05 -m "not mpi
+# and not large"`: without the marks of this list, so that no case is left out of the choice."""
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "rolled by what data choose": lambda x: (
         x.roll(-int(x.mean(0).argmax()), 1) + torch.roll(x, (int(x[0].argmin()), 1), (0, 1))
     ),
+    "rolled along one of one axis": lambda x: torch.roll(x, (2,), 1) + torch.roll(x, 1, (0,)) * x.roll(3),
     "frequencies": lambda x: (
         x * torch.fft.rfftfreq(11, 0.5) + x * torch.fft.fftfreq(6) + x[:, :5].sum() * torch.fft.fftfreq(5)[3]
     ),

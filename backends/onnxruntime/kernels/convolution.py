@@ -204,7 +204,8 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
 def _turned(k: Binding, dy: Array, w: Array, dx: Array) -> Run | None:
     """dx = Conv(dy, turned w), where that is faster: of few channels, oneDNN's input gradient takes 1.5 to 5 times as long.
 
-    Measured with AVX-512 on images of 64 × 64 and 32 × 32 × 32 of 4 to 12 channels; of 3, it takes as long.
+    Measured with AVX-512 on images of 64 × 64 and 32 × 32 × 32 of 4 to 12 channels; of 3, it takes as long. With AVX2, it takes
+    0.2 to 0.8 of the time on plain arrays, and 1.2 to 1.6 of that in blocked layouts, which would be better there.
     """
     lib, window = library(), Window.of(k.attributes, dx.shape[2:], w.shape[2:])
     assert lib is not None

@@ -139,11 +139,11 @@ def _linspace(start: Any, end: Any, steps: Any, *, dtype: torch.dtype | None = N
 
 def _roll(input: torch.Tensor, shifts: Any, dims: Any = ()) -> torch.Tensor | None:
     """A shift that data choose, for whose value PyTorch asks, moves by indices."""
-    pairs = [(shifts, dims)] if not isinstance(shifts, (tuple, list)) else list(zip(shifts, dims, strict=True))
-    if not any(isinstance(shift, torch.SymInt) and has_free_unbacked_symbols(shift) for shift, _ in pairs):
+    each, along = (tuple(v) if isinstance(v, (tuple, list)) else (v,) for v in (shifts, dims))
+    chosen = any(isinstance(shift, torch.SymInt) and has_free_unbacked_symbols(shift) for shift in each)
+    if not chosen or len(each) != len(along):
         return None
-    pairs = [(shift, dim[0] if isinstance(dim, (tuple, list)) else dim) for shift, dim in pairs]
-    for shift, dim in pairs:
+    for shift, dim in zip(each, along, strict=True):
         size = input.shape[dim]
         places = torch.arange(size, device=input.device) - torch.scalar_tensor(shift, dtype=torch.int64, device=input.device)
         input = input.index_select(dim, places.remainder(size))
