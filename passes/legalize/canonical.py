@@ -69,6 +69,9 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
         return None if stable is None else [stable]
     elif node.op_type == "GlobalLpPool":
         return [_global_lp_pool(op, node)]
+    elif node.op_type == "MatMul" and node.domain == "" and _columns(node):
+        matrix, columns = node.inputs
+        return [op.Unsqueeze(op.MatMul(op.Squeeze(columns, [-1]), op.Transpose(matrix, perm=[1, 0])), [-1])]
     elif node.op_type == "Resize" and "axes" in node.attributes and dims(_first(node)) is not None:
         count = op.rank(_first(node))  # onnx.reference does not support negative axes
         node.attributes["axes"] = ir.AttrInt64s("axes", [a % count for a in node.attributes["axes"].as_ints()])
@@ -102,6 +105,15 @@ def _space_to_depth(op: Builder, node: ir.Node) -> ir.Value:
     rest = [op.Shape(y, start=2, end=3), op.Shape(y, start=3, end=4)]
     apart = op.Reshape(y, op.Concat(op.const([0, size * size, -1]), *rest, axis=0))
     return op.reshape_like(op.Transpose(apart, perm=[0, 2, 1, 3, 4]), y)
+
+
+def _columns(node: ir.Node) -> bool:
+    """Say whether one matrix [M, K] multiplies a batch of columns [..., K, 1]; as rows they make a single product.
+
+    So do the gradients: of the matrix, that is one product too, in place of an outer product for each column and their sum.
+    """
+    matrix, columns = (None if value is None else dims(value) for value in node.inputs)
+    return matrix is not None and columns is not None and len(matrix) == 2 and len(columns) > 2 and columns[-1] == 1
 
 
 def _first(node: ir.Node) -> ir.Value:

@@ -494,3 +494,14 @@ def test_logarithms_of_small_and_of_large_numbers_are_finite(name: str) -> None:
     x = np.array([[-300, -90, -17, 17, 90, 300], [-1, -1e-3, 0, 1e-3, 1, 0.5]], np.float32)
     (have,) = run(legal(load(model)), {"x": x})
     np.testing.assert_allclose(have, exact(x.astype(np.float64)), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("lead", [("N",), (3, "N"), (5,)], ids=str)
+def test_a_matrix_times_a_batch_of_columns_is_one_product(lead: tuple[int | str, ...]) -> None:
+    """Else the gradient of the matrix is an outer product for each column, and their sum."""
+    model = build([helper.make_node("MatMul", ["w", "x"], ["y"])], {"x": (*lead, 6, 1)}, ["y"], {"w": normal(4, 6)}, opset=13)
+    x = normal(*(d if isinstance(d, int) else 7 for d in lead), 6, 1, seed=1)
+    legalised = legal(load(model))
+    np.testing.assert_allclose(run(legalised, {"x": x})[0], normal(4, 6) @ x, rtol=1e-5, atol=1e-6)
+    (product,) = (node for node in legalised.graph if node.op_type == "MatMul")
+    assert [dims(v) for v in product.inputs if v is not None] == [(*lead, 6), (6, 4)]
