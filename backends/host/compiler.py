@@ -23,7 +23,7 @@ from llvmlite import ir as ll
 
 from graphc.backends.fusion import expressions
 from graphc.backends.fusion.kernel_source import KernelSource
-from graphc.backends.host import language, object_files
+from graphc.backends.host import columns, language, object_files
 from graphc.backends.host.emit import Emitter
 from graphc.backends.host.generator import LANES, LINE, TURNED, Loops
 from graphc.backends.host.kinds import I64
@@ -104,13 +104,13 @@ def _body(text: str) -> str:
 def units_of(loops: Loops, reduces: bool) -> tuple[int, int]:
     """(number of units, elements of each)."""
     sizes = [size for _, size in loops.rows]
-    columns = math.prod(size for _, size in loops.columns)
+    width = math.prod(size for _, size in loops.columns)
     if not sizes:
-        return 1, columns
+        return 1, width
     if loops.vector > 1:
-        return math.prod(sizes[:-1]) * -(-sizes[-1] // loops.vector), loops.vector * columns
+        return math.prod(sizes[:-1]) * -(-sizes[-1] // loops.vector), loops.vector * width
     if reduces:
-        return math.prod(sizes), columns
+        return math.prod(sizes), width
     if loops.beside:
         beside = dict(loops.rows)[loops.beside]
         blocks, parts = -(-beside // LINE), -(-sizes[-1] // TURNED)
@@ -145,7 +145,7 @@ def _vectors(body: Sequence[language.Statement]) -> int:
 def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], start: Any, stop: Any, reduces: bool) -> None:
     """Emit the loop over units, and inside it what is left of the rows."""
     build = emitter.builder
-    emitter.columns = lambda inside: _nest(emitter, loops.columns, inside)
+    emitter.columns = lambda inside: columns.walk(emitter, loops.columns, inside)
 
     def number(value: int) -> Any:
         return ll.Constant(I64, value)
@@ -204,20 +204,12 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
             tile()
         else:
             decode(unit, loops.rows[:-1])
-            _nest(emitter, loops.rows[-1:], lambda: emitter.run(body))
+            columns.nest(emitter, loops.rows[-1:], lambda: emitter.run(body))
 
     if not reduces and len(loops.rows) == 1 and loops.vector == 1:
         emitter.loop(start, stop, loops.rows[0][0], lambda: emitter.run(body))
     else:
         emitter.loop(start, stop, "unit", one_unit, lambda: following[-1] if following else None)
-
-
-def _nest(emitter: Emitter, loops: Sequence[tuple[str, int]], inside: Callable[[], None]) -> None:
-    if not loops:
-        inside()
-        return
-    (name, size), *rest = loops
-    emitter.loop(ll.Constant(I64, 0), ll.Constant(I64, size), name, lambda: _nest(emitter, rest, inside))
 
 
 class Compiler:

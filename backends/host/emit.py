@@ -47,7 +47,7 @@ class Emitter:
         self._arrays: dict[str, tuple[Any, str]] = dict(arrays)
         self._functions = functions
         self._scopes = [dict[str, tuple[Any, str]]()]
-        self.columns: Callable[[Callable[[], None]], None] | None = None
+        self.columns: Callable[[Sequence[lang.Statement]], None] | None = None
         self._sums = self._loops = 0  # emitted so far
         self._walking = False  # inside EACH
 
@@ -55,17 +55,18 @@ class Emitter:
 
     def define(self, name: str, value: Any, kind: str = "INDEX") -> None:
         """Give a name to a value."""
-        place = self._room(KINDS[kind][0], name)
+        place = self.room(KINDS[kind][0], name)
         self.builder.store(value, place)
         self._scopes[-1][name] = (place, kind)
 
-    def _room(self, kind: ll.Type, name: str, count: int | None = None) -> Any:
+    def room(self, kind: ll.Type, name: str, count: int | None = None) -> Any:
         """Memory of the function's frame, so that a loop does not take more of it."""
         with self.builder.goto_entry_block():
             shape = ll.ArrayType(kind, count) if count else kind
             return self.builder.alloca(shape, name=name)
 
-    def _variable(self, name: str) -> tuple[Any, str]:
+    def variable(self, name: str) -> tuple[Any, str]:
+        """Where a variable lies, and its C type."""
         for scope in reversed(self._scopes):
             found: tuple[Any, str] | None = scope.get(name)
             if found is not None:
@@ -86,7 +87,7 @@ class Emitter:
             case lang.Declare(kind, name, None, count):
                 size = self.vector if count == "VECTOR" else int(count or 1)
                 kind = "unsigned char" if count and kind == "bool" else kind
-                self._scopes[-1][name] = (self._room(KINDS[kind][0], name, size if count else None), kind)
+                self._scopes[-1][name] = (self.room(KINDS[kind][0], name, size if count else None), kind)
             case lang.Declare(kind, name, value, None) if value is not None:
                 self.define(name, self.to(kind, self.expression(value)), kind)
             case lang.Assign(target, value):
@@ -103,7 +104,7 @@ class Emitter:
         if kind in ("FOR_CHUNKS", "FOR_COLUMNS"):
             if self.columns is None:
                 raise LanguageError("no columns")
-            self.columns(lambda: self.run(body))
+            self.columns(body)
         elif kind == "EACH" and self.lanes is not None:
             self._walking = True
             self.loop(ll.Constant(I64, 0), self.lanes, "v", lambda: self.run(body))
@@ -160,12 +161,12 @@ class Emitter:
 
     def _place(self, target: lang.Name | lang.Index) -> tuple[Any, str]:
         if isinstance(target, lang.Name):
-            return self._variable(target.text)
+            return self.variable(target.text)
         at = self.to("INDEX", self.expression(target.at))
         if target.array in self._arrays:
             pointer, kind = self._arrays[target.array]
             return self.builder.gep(pointer, [at], inbounds=True, source_etype=KINDS[kind][0]), kind
-        pointer, kind = self._variable(target.array)
+        pointer, kind = self.variable(target.array)
         zero = ll.Constant(I64, 0)
         return self.builder.gep(pointer, [zero, at], inbounds=True), kind
 
@@ -213,7 +214,7 @@ class Emitter:
             return Typed(ll.Constant(F32, float("nan")), "float")
         if text == "INFINITY_VALUE":
             return Typed(ll.Constant(F32, float("inf")), "float")
-        place, kind = self._variable(text)
+        place, kind = self.variable(text)
         return Typed(self.builder.load(place, typ=KINDS[kind][0]), kind)
 
     def _choice(self, test: lang.Expression, yes: lang.Expression, no: lang.Expression) -> Typed:

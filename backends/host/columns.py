@@ -1,0 +1,143 @@
+"""Emits the walk over the columns of a row; a long sum adds up in blocks, whose totals are doubles.
+
+Added one after the other, 32 million squares in float32 miss their mean by 4e-4: what is added becomes small beside the total. A
+block is so short that its own sum is exact to a few roundings, and that the doubles cost nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from llvmlite import ir as ll
+
+from graphc.backends.host import language as lang
+from graphc.backends.host.emit import Emitter
+from graphc.backends.host.kinds import F32, F64, I64
+
+BLOCK = 4096
+"""Columns of a block where a sum has the lanes of vectors: 128 for each of 32."""
+
+DISTANT = 512
+"""Columns of a block where each lane has a sum of its own."""
+
+Loops = Sequence[tuple[str, int]]
+
+
+def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None:
+    """Emit ``body`` for each column of ``loops`` (name, size), outermost first."""
+    longest = BLOCK if emitter.lanes is None else DISTANT
+    sums = _sums_of(body) if math.prod(size for _, size in loops) > longest else []
+    totals = [total for total in (_Total(emitter, target) for target in sums) if total.is_float32]
+    if not totals:
+        nest(emitter, loops, lambda: emitter.run(body))
+        return
+
+    def end_of_block() -> None:
+        for total in totals:
+            total.add()
+
+    for total in totals:
+        total.begin()
+    _in_blocks(emitter, loops, longest, lambda: emitter.run(body), end_of_block)
+    for total in totals:
+        total.end()
+
+
+def nest(emitter: Emitter, loops: Loops, inside: Callable[[], None]) -> None:
+    """Emit ``inside`` in loops (name, size), the first outermost."""
+    if not loops:
+        inside()
+        return
+    (name, size), *rest = loops
+    emitter.loop(_number(0), _number(size), name, lambda: nest(emitter, rest, inside))
+
+
+def _in_blocks(
+    emitter: Emitter, loops: Loops, longest: int, inside: Callable[[], None], end_of_block: Callable[[], None]
+) -> None:
+    (name, size), *rest = loops
+    width = math.prod(n for _, n in rest)
+    if width > longest:
+        emitter.loop(_number(0), _number(size), name, lambda: _in_blocks(emitter, rest, longest, inside, end_of_block))
+        return
+    steps = _steps(size, longest // width)
+
+    def block(start: ll.Value, count: int) -> None:
+        def step() -> None:
+            emitter.define(name, emitter.builder.add(start, emitter.expression(lang.Name(f"{name}_step")).value))
+            nest(emitter, rest, inside)
+
+        emitter.loop(_number(0), _number(count), f"{name}_step", step)
+        end_of_block()
+
+    def whole() -> None:
+        number = emitter.expression(lang.Name(f"{name}_block")).value
+        block(emitter.builder.mul(number, _number(steps)), steps)
+
+    emitter.loop(_number(0), _number(size // steps), f"{name}_block", whole)
+    if size % steps:
+        block(_number(size - size % steps), size % steps)
+
+
+def _steps(size: int, most: int) -> int:
+    """The steps of a loop that make a block: at most ``most``, and a divisor of ``size`` if one is near."""
+    fewest = -(-size // most)
+    even = (size // count for count in range(fewest, 2 * fewest) if size % count == 0)
+    return next(even, most)
+
+
+def _sums_of(body: Sequence[lang.Statement]) -> list[lang.Name | lang.Index]:
+    """The variables that ``body`` adds to."""
+    found: list[lang.Name | lang.Index] = []
+    for statement in body:
+        match statement:
+            case lang.Assign(target, lang.Call("Sum::of", (first, _))) if first == target:
+                found.append(target)
+            case lang.Block(_, inside):
+                found += _sums_of(inside)
+    return found
+
+
+class _Total:
+    """A sum of floats, and beside it the total of its blocks as a double: one of each for every lane, or a single one."""
+
+    def __init__(self, emitter: Emitter, target: lang.Name | lang.Index) -> None:
+        self._emitter = emitter
+        self._sum, _ = emitter.variable(target.text if isinstance(target, lang.Name) else target.array)
+        kind = self._sum.allocated_type
+        self._lanes = emitter.lanes if isinstance(kind, ll.ArrayType) else None
+        self.is_float32 = (kind.element if isinstance(kind, ll.ArrayType) else kind) == F32
+        if self.is_float32:
+            self._total = emitter.room(F64, "total", kind.count if isinstance(kind, ll.ArrayType) else None)
+
+    def begin(self) -> None:
+        self._each(lambda part, total: self._emitter.builder.store(ll.Constant(F64, 0.0), total))
+
+    def add(self) -> None:
+        def one(part: ll.Value, total: ll.Value) -> None:
+            build = self._emitter.builder
+            wide = build.fpext(build.load(part, typ=F32), F64)
+            build.store(build.fadd(build.load(total, typ=F64), wide), total)
+            build.store(ll.Constant(F32, 0.0), part)
+
+        self._each(one)
+
+    def end(self) -> None:
+        build = self._emitter.builder
+        self._each(lambda part, total: build.store(build.fptrunc(build.load(total, typ=F64), F32), part))
+
+    def _each(self, act: Callable[[ll.Value, ll.Value], object]) -> None:
+        if self._lanes is None:
+            act(self._sum, self._total)
+            return
+
+        def lane() -> None:
+            at = [_number(0), self._emitter.expression(lang.Name("lane")).value]
+            act(*(self._emitter.builder.gep(place, at, inbounds=True) for place in (self._sum, self._total)))
+
+        self._emitter.loop(_number(0), self._lanes, "lane", lane)
+
+
+def _number(value: int) -> ll.Constant:
+    return ll.Constant(I64, value)
