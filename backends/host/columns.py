@@ -1,7 +1,7 @@
 """Emits the walk over the columns of a row; a long sum adds up in blocks, whose totals are doubles.
 
-Added one after the other, 32 million squares in float32 miss their mean by 4e-4: what is added becomes small beside the total. A
-block is so short that its own sum is exact to a few roundings, and that the doubles cost nothing.
+Added one after the other, 32 million squares in float32 miss their mean by 4e-4: what is added becomes small beside the total.
+A block is so short that its own sum is exact to a few roundings, and that the doubles cost nothing.
 """
 
 from __future__ import annotations
