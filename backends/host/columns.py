@@ -13,6 +13,7 @@ from llvmlite import ir as ll
 
 from graphc.backends.host import language as lang
 from graphc.backends.host.emit import Emitter
+from graphc.backends.host.generator import Loops
 from graphc.backends.host.kinds import F32, F64, I64
 
 BLOCK = 4096
@@ -21,16 +22,38 @@ BLOCK = 4096
 DISTANT = 512
 """Columns of a block where each lane has a sum of its own."""
 
-Loops = Sequence[tuple[str, int]]
+Nest = Sequence[tuple[str, int]]
 
 
 def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None:
-    """Emit ``body`` for each column of ``loops`` (name, size), outermost first."""
+    """Emit ``body`` for each column, or for those of the part ``PART`` if there are parts."""
+    if loops.parts == 1:
+        _walk(emitter, loops.columns, body, lambda: emitter.run(body))
+        return
+    (name, size), *rest = loops.columns
+    build, part, steps = emitter.builder, emitter.expression(lang.Name("PART")).value, -(-size // loops.parts)
+    start = build.mul(part, _number(steps))
+
+    def column() -> None:
+        emitter.define(name, build.add(start, emitter.expression(lang.Name(f"{name}_part")).value))
+        emitter.run(body)
+
+    left = size - steps * (loops.parts - 1)
+    if left == steps:
+        _walk(emitter, [(f"{name}_part", steps), *rest], body, column)
+        return
+    with build.if_else(build.icmp_signed("<", part, _number(loops.parts - 1))) as (before, last):
+        for branch, count in (before, steps), (last, left):
+            with branch:
+                _walk(emitter, [(f"{name}_part", count), *rest], body, column)
+
+
+def _walk(emitter: Emitter, loops: Nest, body: Sequence[lang.Statement], column: Callable[[], None]) -> None:
     longest = BLOCK if emitter.lanes is None else DISTANT
     sums = _sums_of(body) if math.prod(size for _, size in loops) > longest else []
     totals = [total for total in (_Total(emitter, target) for target in sums) if total.is_float32]
     if not totals:
-        nest(emitter, loops, lambda: emitter.run(body))
+        nest(emitter, loops, column)
         return
 
     def end_of_block() -> None:
@@ -39,12 +62,12 @@ def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None
 
     for total in totals:
         total.begin()
-    _in_blocks(emitter, loops, longest, lambda: emitter.run(body), end_of_block)
+    _in_blocks(emitter, loops, longest, column, end_of_block)
     for total in totals:
         total.end()
 
 
-def nest(emitter: Emitter, loops: Loops, inside: Callable[[], None]) -> None:
+def nest(emitter: Emitter, loops: Nest, inside: Callable[[], None]) -> None:
     """Emit ``inside`` in loops (name, size), the first outermost."""
     if not loops:
         inside()
@@ -54,7 +77,7 @@ def nest(emitter: Emitter, loops: Loops, inside: Callable[[], None]) -> None:
 
 
 def _in_blocks(
-    emitter: Emitter, loops: Loops, longest: int, inside: Callable[[], None], end_of_block: Callable[[], None]
+    emitter: Emitter, loops: Nest, longest: int, inside: Callable[[], None], end_of_block: Callable[[], None]
 ) -> None:
     (name, size), *rest = loops
     width = math.prod(n for _, n in rest)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import math
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from graphc.backends.fusion import expressions
 from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.host import columns, language, object_files
 from graphc.backends.host.emit import Emitter
-from graphc.backends.host.generator import LANES, LINE, TURNED, Loops
+from graphc.backends.host.generator import LANES, LINE, TURNED, Loops, units_of
 from graphc.backends.host.kinds import I64
 from graphc.backends.host.machine_code import MachineCode, target_machine
 from graphc.backends.host.mathematics import Mathematics
@@ -101,23 +100,6 @@ def _body(text: str) -> str:
     return text[start : text.rindex("}", 0, end)]
 
 
-def units_of(loops: Loops, reduces: bool) -> tuple[int, int]:
-    """(number of units, elements of each)."""
-    sizes = [size for _, size in loops.rows]
-    width = math.prod(size for _, size in loops.columns)
-    if not sizes:
-        return 1, width
-    if loops.vector > 1:
-        return math.prod(sizes[:-1]) * -(-sizes[-1] // loops.vector), loops.vector * width
-    if reduces:
-        return math.prod(sizes), width
-    if loops.beside:
-        beside = dict(loops.rows)[loops.beside]
-        blocks, parts = -(-beside // LINE), -(-sizes[-1] // TURNED)
-        return math.prod(sizes[:-1]) // beside * blocks * parts, LINE * min(TURNED, sizes[-1])
-    return (math.prod(sizes[:-1]), sizes[-1]) if len(sizes) > 1 else (sizes[0], 1)
-
-
 def _widest(loops: Loops, body: Sequence[language.Statement]) -> int:
     """Most rows that a pass over distant columns takes at once: those of several units, while what it keeps fits the cache.
 
@@ -145,7 +127,7 @@ def _vectors(body: Sequence[language.Statement]) -> int:
 def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], start: Any, stop: Any, reduces: bool) -> None:
     """Emit the loop over units, and inside it what is left of the rows."""
     build = emitter.builder
-    emitter.columns = lambda inside: columns.walk(emitter, loops.columns, inside)
+    emitter.columns = lambda inside: columns.walk(emitter, loops, inside)
 
     def number(value: int) -> Any:
         return ll.Constant(I64, value)
@@ -176,7 +158,11 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
         emitter.loop(first, last, loops.beside, lambda: emitter.loop(start, stop, inner, lambda: emitter.run(body)))
 
     def one_unit() -> None:
-        unit = emitter.expression(language.Name("unit")).value
+        unit = whole = emitter.expression(language.Name("unit")).value
+        if loops.parts > 1:
+            units, _ = units_of(loops, reduces)
+            emitter.define("PART", build.sdiv(unit, number(units // loops.parts)))
+            unit = build.srem(unit, number(units // loops.parts))
         if not loops.rows:
             emitter.run(body)
         elif loops.vector > 1:
@@ -192,11 +178,11 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
             place = build.srem(unit, number(blocks))
             decode(build.sdiv(unit, number(blocks)), outer)
             emitter.define(inner, build.mul(place, number(loops.vector)))
-            taken = least(build.sub(stop, unit), build.sub(number(blocks), place), number(emitter.vector // loops.vector))
+            taken = least(build.sub(stop, whole), build.sub(number(blocks), place), number(emitter.vector // loops.vector))
             left = build.sub(number(size), build.mul(place, number(loops.vector)))
             emitter.lanes = least(left, build.mul(taken, number(loops.vector)))
             emitter.run(body)
-            following.append(build.add(unit, taken))
+            following.append(build.add(whole, taken))
         elif reduces:
             decode(unit, loops.rows)
             emitter.run(body)

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import onnx_ir as ir
+
+from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.indexing import Linear, Variable
+from graphc.backends.fusion.indexing import Linear, Variable, flatten
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
-from graphc.backends.fusion.lowering import Scope
+from graphc.backends.fusion.lowering import HALVES, Scope
+from graphc.backends.fusion.op_kernels import reduction_of
 from graphc.ir.facts import dtype_of, size_of
 
 VECTOR = 16
@@ -35,6 +40,15 @@ SETS, WAYS, BYTES = 64, 8, 64
 FEWEST = 8
 """Rows of the smallest share of a kernel over distant columns: a line of the cache. A pass takes several shares at once."""
 
+UNITS = 16
+"""Units that keep the threads of common processors busy; a kernel of fewer units is divided."""
+
+LARGE = 1 << 17
+"""Elements from which dividing a kernel pays."""
+
+SHARE = 1 << 13
+"""Elements of the smallest part of a divided kernel."""
+
 
 @dataclass(slots=True)
 class Loops:
@@ -44,12 +58,31 @@ class Loops:
         vector: rows taken at once, by ``EACH``; 1: one.
         beside: the loop of ``rows`` whose neighbours are computed beside each other, ``LINE`` at a time, as what they read lies
             in the same lines of the cache; empty: rows come one after the other.
+        parts: of the outermost loop of ``columns``; the last may be shorter. A unit reduces one, the first units the first.
     """
 
     rows: list[tuple[str, int]] = field(default_factory=list)
     columns: list[tuple[str, int]] = field(default_factory=list)
     vector: int = 1
     beside: str = ""
+    parts: int = 1
+
+
+def units_of(loops: Loops, reduces: bool) -> tuple[int, int]:
+    """(number of units, elements of each)."""
+    sizes = [size for _, size in loops.rows]
+    columns = -(-math.prod(size for _, size in loops.columns) // loops.parts)
+    if not sizes:
+        return loops.parts, columns
+    if loops.vector > 1:
+        return loops.parts * math.prod(sizes[:-1]) * -(-sizes[-1] // loops.vector), loops.vector * columns
+    if reduces:
+        return loops.parts * math.prod(sizes), columns
+    if loops.beside:
+        beside = dict(loops.rows)[loops.beside]
+        blocks, parts = -(-beside // LINE), -(-sizes[-1] // TURNED)
+        return math.prod(sizes[:-1]) // beside * blocks * parts, LINE * min(TURNED, sizes[-1])
+    return (math.prod(sizes[:-1]), sizes[-1]) if len(sizes) > 1 else (sizes[0], 1)
 
 
 class HostGenerator(Generator):
@@ -63,7 +96,73 @@ class HostGenerator(Generator):
         super().__init__(spec, in_memory, Form())
         self.loops = Loops()
 
-    def kernel(self) -> KernelSource:
+    def kernels(self) -> list[tuple[KernelSource, Loops]]:
+        """The sources in order, each with its loops: one, or two if the rows are too few for many threads.
+
+        The first of two reduces parts of each row, the second combines their totals. The number of parts depends on the sizes
+        alone, so that any number of threads computes the same bits.
+        """
+        whole = self._kernel()
+        parts = self._parts()
+        if parts == 1:
+            return [(whole, self.loops)]
+        first, totals = self._parts_of_rows(parts)
+        loops = replace(self.loops, parts=parts)
+        second = self._whole_rows(totals)
+        return [(first, loops), (second, replace(self.loops, columns=[("part", parts)]))]
+
+    def _parts(self) -> int:
+        """Parts of a row that are units of their own; 1: rows are enough."""
+        if not self.loops.columns or not all(dtype.is_floating_point() for dtype in self._types()):
+            return 1
+        units, elements = units_of(self.loops, reduces=True)
+        if units >= UNITS or units * elements < LARGE or not self.divides():
+            return 1
+        most = min(2 * UNITS // units, units * elements // SHARE)
+        size = self.loops.columns[0][1]
+        even = next((n for n in range(most, 1, -1) if size % n == 0), 1)
+        return even if 2 * even > min(most, size) else -(-size // -(-size // min(most, size)))
+
+    def _parts_of_rows(self, parts: int) -> tuple[KernelSource, dict[ir.Node, ir.Value]]:
+        """The source that reduces one part of each row, and the values of the parts, parts × rows."""
+        self._begin()
+        stored, _ = self._divided_stores()
+        whole = [(value, f"y{k}") for k, (value, _) in enumerate(stored)]
+        body = self._reduce(self.spec.reductions, final=False, beside=whole)
+        totals = {node: _total_of(node, parts, self.spec.rows) for node in self.spec.reductions}
+        stores = [(value, f"y{len(whole) + k}") for k, value in enumerate(totals.values())]
+        row = self._text(self._row_offset())
+        lines = [
+            f"{y}[PART * {self.spec.rows} + {row}] = {self._totals[node]};" for node, (_, y) in zip(totals, stores, strict=True)
+        ]
+        body += ["if (LANE == 0) { EACH(v) {", "@lane@", *lines, "} }"]
+        return self._source(body, [*whole, *stores]), totals
+
+    def _whole_rows(self, totals: Mapping[ir.Node, ir.Value]) -> KernelSource:
+        """The source that combines the parts of each row, and stores what follows from a row."""
+        self._begin()
+        self._operands = {value: f"x{k}" for k, value in enumerate(totals.values())}
+        lane, size, each = ("[v]", "[VECTOR]", "EACH(v) ") if self.form.strided else ("", "", "")
+        body, added, after = list[str](), list[str](), list[str]()
+        row = self._text(self._row_offset())
+        for node, value in totals.items():
+            dtype, rule, name = dtype_of(node.outputs[0]), reduction_of(node), self._name("s")
+            total = self._totals[node] = f"{name}{lane}"
+            body.append(f"{compute_type(dtype)} {name}{size}; {each}{total} = {rule.start(dtype)};")
+            part = f"{self._operands[value]}[part * {self.spec.rows} + {row}]"
+            added.append(f"{total} = {rule.combine}::of({total}, {part});")
+            after.append(f"{each}{total} = {rule.last(total, dtype, self.spec.columns)};")
+        body += ["FOR_COLUMNS(column) { EACH(v) {", "@lane@", *added, "} }", *after]
+        _, single = self._divided_stores()
+        stores = [(value, f"y{k}") for k, (value, _) in enumerate(single)]
+        return self._source([*body, *self._row_stores(stores)], stores)
+
+    def _row_offset(self) -> Linear:
+        """The row as a number."""
+        kept = [k for k in range(len(self.spec.shape)) if k not in self.spec.axes]
+        return flatten(tuple(self._index[k] for k in kept), tuple(self.spec.shape[k] for k in kept))
+
+    def _kernel(self) -> KernelSource:
         """The source, in the form that its memory wants."""
         source = self.source()
         if self.spec.axes and self._columns_lie_apart():
@@ -144,3 +243,10 @@ class HostGenerator(Generator):
             return f"({linear.text(bases if base else names)})"
 
         return re.sub(r"@(\d+)@", written, text)
+
+
+def _total_of(node: ir.Node, parts: int, rows: int) -> ir.Value:
+    """What each part of each row leaves of a reduction."""
+    (result,) = node.outputs
+    dtype = ir.DataType.FLOAT if dtype_of(result) in HALVES else dtype_of(result)
+    return ir.Value(name=f"{result.name}/parts", shape=ir.Shape((parts, rows)), type=ir.TensorType(dtype))

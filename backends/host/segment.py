@@ -117,7 +117,7 @@ class _Segment:
         for launch in grouping.launches:
             if isinstance(launch, FusedKernel):
                 self._close(left)
-                self.parts.append(self._kernel(launch, grouping.memory))
+                self.parts += self._kernels(launch, grouping.memory)
             else:
                 made = {v for node in left for v in node.outputs}
                 if any(self.aliases.get(v) in made for v in operands(launch.node) if v is not None):
@@ -133,7 +133,7 @@ class _Segment:
             return True
         return any(v.dtype not in _TYPES for v in (*node.inputs, *node.outputs) if v is not None)
 
-    def _kernel(self, kernel: FusedKernel, memory: set[ir.Value]) -> _Kernel:
+    def _kernels(self, kernel: FusedKernel, memory: set[ir.Value]) -> list[_Kernel]:
         own = set(kernel.stores) | {out for node in kernel.reductions for out in node.outputs}
 
         def in_memory(value: ir.Value) -> bool:
@@ -143,10 +143,9 @@ class _Segment:
             return value in memory or producer is None or producer.op_type == "Constant"
 
         generator = HostGenerator(kernel.spec, in_memory)
-        source = generator.kernel()
         nodes = list(_inside(kernel, in_memory))
         try:
-            return _Kernel(source, compiler().compile(source, generator.loops), nodes)
+            return [_Kernel(source, compiler().compile(source, loops), nodes) for source, loops in generator.kernels()]
         except LanguageError:
             ops = {node.op_type for node in nodes} - _ALWAYS
             if not ops:

@@ -7,6 +7,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from graphc.backends.host.segment import compile_segment
+from graphc.backends.host.segment_code import KernelPart
 from graphc.training.inference import run_model
 
 MODEL = """<ir_version: 10, opset_import: ["": 21]>
@@ -44,3 +46,45 @@ def test_a_long_sum_is_exact_to_a_few_roundings(name: str) -> None:
     wide = x.astype(np.float64)
     np.testing.assert_allclose(y, (wide * wide).sum(tuple(axes)), rtol=3e-7)
     np.testing.assert_allclose(z, np.abs(wide).mean(tuple(axes)), rtol=3e-7)
+
+
+BESIDE = """<ir_version: 10, opset_import: ["": 21]>
+g (TYPE[SHAPE] x) => (y, d, m) {
+    axes = Constant <value_ints = [AXES]> ()
+    two = Constant <value_float = 2.0> ()
+    factor = CastLike(two, x)
+    d = Mul(x, factor)
+    squares = Mul(d, x)
+    s = ReduceSum<keepdims = 0>(squares, axes)
+    y = Sqrt(s)
+    m = ReduceMax<keepdims = 0>(x, axes)
+}"""
+
+
+@pytest.mark.parametrize("dtype", ["float", "double", "float16"])
+@pytest.mark.parametrize("name", SUMS)
+def test_few_long_rows_are_shared_by_threads_in_the_same_parts(name: str, dtype: str) -> None:
+    """Beside the reductions a value of the whole shape is stored, and one that follows from a total."""
+    shape, axes = SUMS[name]
+    kind = {"float": np.float32, "double": np.float64, "float16": np.float16}[dtype]
+    x = (np.random.default_rng(0).standard_normal(shape) / 64).astype(kind)
+    text = BESIDE.replace("TYPE", dtype).replace("SHAPE", ", ".join(map(str, shape))).replace("AXES", ", ".join(map(str, axes)))
+    found = [
+        run_model(ir.from_proto(onnx.parser.parse_model(text)), {"x": x}, backend="onnxruntime", threads=threads)
+        for threads in (1, 2, 5)
+    ]
+    for other in found[1:]:
+        for key in found[0]:
+            np.testing.assert_array_equal(found[0][key], other[key])
+    y, d, m = found[0].values()
+    wide = x.astype(np.float64)
+    np.testing.assert_allclose(y, np.sqrt((2 * wide * wide).sum(tuple(axes))), rtol=5e-3 if dtype == "float16" else 3e-7)
+    np.testing.assert_array_equal(d, 2 * x)
+    np.testing.assert_array_equal(m, x.max(tuple(axes)))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_few_long_rows_are_work_for_many_threads(name: str) -> None:
+    shape, axes = SUMS[name]
+    parts = compile_segment(ir.to_proto(model_of(shape, axes))).parts
+    assert max(part.units for part in parts if isinstance(part, KernelPart)) >= 4
