@@ -221,7 +221,9 @@ class _Grouper(Launches):
         if math.prod(shape) > SMALL:
             shared = new.reads & (kernel.reads | set(kernel.stores))
             least = min(math.prod(shape) // 4, math.prod(new.shape))
-            if not any(size_of(v) >= least for v in shared):
+            totals = {out for node in kernel.reductions for out in node.outputs}
+            follows = axes == kernel.axes and not new.reads.isdisjoint(totals)  # it walks the same rows for what follows
+            if not follows and not any(size_of(v) >= least for v in shared):
                 return None
         both = FusedKernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
         reads = self.reads_of(both, at)

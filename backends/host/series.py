@@ -70,22 +70,32 @@ class Float:
 _ROUNDING = 12582912.0  # 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits
 
 
-def _exp(f: Float, x: Any) -> Any:
-    """x = n·ln 2 + r; a polynomial in r; times 2ⁿ in two factors, so that it reaches infinity and subnormal numbers."""
+def _exp(f: Float, x: Any, *, subnormal: bool = True) -> Any:
+    """x = n·ln 2 + r; a polynomial in r, times 2ⁿ⁻¹, times 2, so that it reaches infinity.
+
+    A subnormal result is rounded to a multiple of 2⁻¹⁴⁹ as a whole number, which is what its bits are. As a product it takes 100
+    times as long: processors leave products that are subnormal to microcode, and a softmax has one for each masked score.
+
+    Args:
+        subnormal: whether results may be subnormal; else they are at least 1e-38.
+    """
     build = f.build
-    x = f.least(f.most(x, -105.0), 89.0)
+    x = f.least(f.most(x, -105.0 if subnormal else -87.0), 89.0)
     shifted = f.fma(x, 1.4426950408889634, _ROUNDING)
     n = build.fsub(shifted, f.number(_ROUNDING))
     r = f.fma(n, -0.693359375, x)
     r = f.fma(n, 2.12194440e-4, r)
     p = f.polynomial(r, 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
     p = f.add(f.fma(p, f.mul(r, r), r), 1.0)
-    whole = build.sub(build.bitcast(shifted, I32), ll.Constant(I32, 0x4B400000))
-    first = build.ashr(whole, ll.Constant(I32, 1))
-    for part in (first, build.sub(whole, first)):
-        power = build.shl(build.add(part, ll.Constant(I32, 127)), ll.Constant(I32, 23))
-        p = build.fmul(p, build.bitcast(power, F32))
-    return p
+    power = build.shl(build.bitcast(shifted, I32), ll.Constant(I32, 23))  # the sum's last bits are n
+    less = ll.Constant(I32, 126 << 23)
+    if not subnormal:
+        return f.mul(build.fmul(p, build.bitcast(build.add(power, less), F32)), 2.0)
+    small = build.fcmp_ordered("<", n, f.number(-125.0))
+    least = build.select(small, ll.Constant(I32, (126 + 149 << 23) - (1 << 32)), less)
+    y = f.mul(build.fmul(p, build.bitcast(build.add(power, least), F32)), 2.0)
+    bits = build.fptosi(build.select(small, f.add(y, 0.5), f.number(0.0)), I32)
+    return build.select(small, build.bitcast(bits, F32), y)
 
 
 _ROOT_HALF = 0x3F3504F3  # the bits of the largest float32 below √½
@@ -139,7 +149,7 @@ def _erf(f: Float, x: Any) -> Any:
     high = f.fma(high, t, -6.34846687e-1)
     high = f.fma(high, t, -1.28717512e-1)
     high = f.fma(high, t, build.fneg(t))
-    high = build.fsub(f.number(1.0), f.call("expf", high))
+    high = build.fsub(f.number(1.0), f.call("normal_expf", high))
     high = f.with_sign(high, x)
     low = f.polynomial(s, -5.96761703e-4, 4.99119423e-3, -2.67681349e-2, 1.12819925e-1, -3.76125336e-1, 1.28379166e-1)
     low = f.fma(low, x, x)
@@ -152,7 +162,7 @@ def _tanh(f: Float, x: Any) -> Any:
     a, s = f.abs(x), f.mul(x, x)
     low = f.polynomial(s, -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
     low = f.fma(f.mul(low, s), x, x)
-    e = f.call("expf", f.mul(a, 2.0))
+    e = f.call("normal_expf", f.mul(a, 2.0))
     high = build.fsub(f.number(1.0), build.fdiv(f.number(2.0), f.add(e, 1.0)))
     return build.select(build.fcmp_ordered("<", a, f.number(0.625)), low, f.with_sign(high, x))
 
@@ -175,7 +185,7 @@ def _exp2(f: Float, x: Any) -> Any:
 def _normal(f: Float, x: Any) -> tuple[Any, Any]:
     """Φ(x) and exp(-x²/2), which both need one exponential (Abramowitz and Stegun, 7.1.26; error of Φ below 1e-7)."""
     build = f.build
-    e = f.call("expf", f.mul(f.mul(x, x), -0.5))
+    e = f.call("normal_expf", f.mul(f.mul(x, x), -0.5))
     t = build.fdiv(f.number(1.0), f.fma(f.abs(x), 0.3275911 * 0.7071067811865476, 1.0))
     series = f.polynomial(t, 1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
     tail = f.mul(f.mul(f.mul(t, 0.5), series), e)
@@ -198,7 +208,7 @@ def _gelu_tanh_slope(f: Float, x: Any) -> Any:
     """s + x·s·(1 - s)·2u' with s = 1 / (1 + exp -2u)"""
     square = f.mul(x, x)
     inner = f.mul(x, f.fma(square, -0.0713548163, -1.59576912))
-    s = f.build.fdiv(f.number(1.0), f.add(f.call("expf", inner), 1.0))
+    s = f.build.fdiv(f.number(1.0), f.add(f.call("normal_expf", inner), 1.0))
     rest = f.mul(f.mul(x, s), f.build.fsub(f.number(1.0), s))
     return f.fma(rest, f.fma(square, 0.214064449, 1.59576912), s)
 
@@ -320,13 +330,13 @@ def _sinh(f: Float, x: Any) -> Any:
     a, s = f.abs(x), f.mul(x, x)
     low = f.polynomial(s, 2.03721912945e-4, 8.33028376239e-3, 1.66667160211e-1)
     low = f.fma(f.mul(low, s), x, x)
-    root = f.call("expf", f.mul(a, 0.5))
+    root = f.call("normal_expf", f.mul(a, 0.5))
     high = f.build.fsub(f.mul(f.mul(root, 0.5), root), f.build.fdiv(f.number(0.5), f.mul(root, root)))
     return f.build.select(f.build.fcmp_ordered("<", a, f.number(1.0)), low, f.with_sign(high, x))
 
 
 def _cosh(f: Float, x: Any) -> Any:
-    root = f.call("expf", f.mul(f.abs(x), 0.5))
+    root = f.call("normal_expf", f.mul(f.abs(x), 0.5))
     return f.add(f.mul(f.mul(root, 0.5), root), f.build.fdiv(f.number(0.5), f.mul(root, root)))
 
 
@@ -403,6 +413,7 @@ def _atanh(f: Float, x: Any) -> Any:
 
 SERIES: dict[str, Callable[..., Any]] = {
     "expf": _exp,
+    "normal_expf": partial(_exp, subnormal=False),
     "logf": _log,
     "erff": _erf,
     "tanhf": _tanh,
