@@ -36,12 +36,14 @@ class Capture(NamedTuple):
         assumed: what the module's code found out about the batch's size; "" if other batches do not differ in it.
         hooked: whether ``forward`` puts a hook on the gradient of a tensor.
         padded: whether ``forward`` pads a packed sequence to its longest sample.
+        checks: the places of the checks of data that were passed.
     """
 
     program: ExportedProgram
     assumed: str
     hooked: bool
     padded: bool
+    checks: Sequence[str]
 
 
 _MULTIPLES = range(1, 9)
@@ -76,9 +78,9 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: S
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # they read values, and a capture has none
     try:
-        with OtherForms() as forms, own_gradients.captured(), packed.of_any_batch():
+        with OtherForms() as forms, forms.checks.of_numbers(), own_gradients.captured(), packed.of_any_batch():
             try:
-                return Capture(captured(tensors, Dim("batch")), "", forms.hooked, forms.padded)
+                return Capture(captured(tensors, Dim("batch")), "", forms.hooked, forms.padded, forms.checks)
             except UserError as error:
                 if not batched or error.error_type is not UserErrorType.CONSTRAINT_VIOLATION or "data-dependent" in str(error):
                     raise
@@ -88,7 +90,7 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: S
                     program = captured(example, Dim.AUTO)
                     assumed = _assumed(program, example[batched[0]].shape[0])
                     if assumed is not None:
-                        return Capture(program, assumed, forms.hooked, forms.padded)
+                        return Capture(program, assumed, forms.hooked, forms.padded, forms.checks)
             raise FixedBatchError(_guard_of(reason)) from None
     finally:
         Distribution.set_default_validate_args(checks)

@@ -59,6 +59,8 @@ def register() -> None:
         ),
         "aten::select_scatter": (_select_scatter, {"x": X, "source": X, "dim": int, "index": int}),
         "aten::copy": (_copy, {"x": X, "source": X, "non_blocking": bool}),
+        "aten::pad": (_pad, {"x": X, "pad": size, "mode": str, "value": Optional[float]}),  # noqa: UP045
+        "aten::constant_pad_nd": (_pad, {"x": X, "pad": size}),
         "aten::mm": (_product, {"x": X, "y": X}),
         "aten::bmm": (_product, {"x": X, "y": X}),
         "aten::einsum": (_einsum, {"equation": str, "tensors": Sequence[X], "path": Optional[int]}),  # noqa: UP045
@@ -123,6 +125,14 @@ def _select_scatter(x, source, dim, index):  # type: ignore[no-untyped-def]
 
 def _copy(x, source, non_blocking=False):  # type: ignore[no-untyped-def]
     return opset().Expand(source, opset().Shape(x))
+
+
+def _pad(x, pad, mode="constant", value=None):  # type: ignore[no-untyped-def]
+    if mode != "constant" or value:
+        raise NotImplementedError(f"F.pad of complex numbers with mode={mode!r} and value={value} has no translation")
+    before, after = list(pad[::2])[::-1], list(pad[1::2])[::-1]  # from the last axis on
+    none = [0] * (len(x.shape) - 1 - len(before))
+    return opset().Pad(x, opset().Constant(value_ints=[*none, *before, 0, *none, *after, 0]))
 
 
 def _product(x, y):  # type: ignore[no-untyped-def]

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, sta
 from torch.overrides import TorchFunctionMode
 
 from graphc.frontends.torch_export import packed
+from graphc.frontends.torch_export.checks import Checks
 
 if TYPE_CHECKING:
     Parts = tuple[torch.Tensor, ...] | None
@@ -327,15 +328,24 @@ class OtherForms(TorchFunctionMode):
     Attributes:
         hooked: whether a tensor got a hook on its gradient, which nothing of the capture tells.
         padded: whether a packed sequence was padded to its longest sample.
+        checks: of data, which were passed.
     """
 
     hooked = False
     padded = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.checks = Checks()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.hooked |= func is torch.Tensor.register_hook
         self.padded |= any(isinstance(argument, packed.Longest) for argument in args)
         kwargs = kwargs or {}
+        if func is torch.Tensor.__bool__ and (value := self.checks.passed()) is not None:
+            return value
+        if func is torch._assert and isinstance(args[0], torch.Tensor):
+            return self.checks.note()
         form = _FORMS.get(func)
         result = form(*args, **kwargs) if form is not None else None
         result = func(*args, **kwargs) if result is None else result

@@ -18,6 +18,7 @@ class Notes(NamedTuple):
         changed: names of the buffers that a step of PyTorch's changes, and one of graphc's does not.
         assigned: names of the parameters that train and that ``forward`` assigns to.
         padded: whether ``forward`` pads a packed sequence to its longest sample.
+        checks: the places of the checks of data in the module's code, which a graph does not make.
     """
 
     asked: str = ""
@@ -25,6 +26,7 @@ class Notes(NamedTuple):
     changed: Sequence[str] = ()
     assigned: Sequence[str] = ()
     padded: bool = False
+    checks: Sequence[str] = ()
 
 
 def warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Notes) -> None:
@@ -53,6 +55,10 @@ def warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Notes
             "pad_packed_sequence gives all steps of the batch here, and in PyTorch those of its longest sample: mask the steps"
             " behind the lengths where they count, or give it total_length",
             stacklevel=5,
+        )
+    if notes.checks:
+        warnings.warn(
+            f"the checks of data at {', '.join(notes.checks)} are taken to hold: a graph raises no errors", stacklevel=5
         )
     for hooked in _hooked(module, notes.hooked):
         warnings.warn(f"the hook on the gradient of {hooked} does not run in graphc", stacklevel=5)

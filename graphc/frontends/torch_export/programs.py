@@ -61,7 +61,7 @@ def translate(
     model: ir.Model = program.model
     still = buffers.collect(model, module, changed)
     marks.define(model)
-    return model, Notes(captured.assumed, captured.hooked, still, assigned, captured.padded)
+    return model, Notes(captured.assumed, captured.hooked, still, assigned, captured.padded, captured.checks)
 
 
 def _refuse_without_values(model: ir.Model) -> None:
