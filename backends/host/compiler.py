@@ -67,7 +67,6 @@ def module_of(source: KernelSource, loops: Loops, name: str) -> ll.Module:
         LanguageError: the kernel uses what this target lacks.
     """
     module = ll.Module(name)
-    module.triple = llvm.get_process_triple()
     count = len(source.operands)
     inner = ll.Function(module, ll.FunctionType(ll.VoidType(), [POINTER] * count + [I64, I64]), f"{name}.body")
     inner.linkage = "internal"

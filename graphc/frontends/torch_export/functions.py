@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols, statically_known_true
 from torch.overrides import TorchFunctionMode
 
-from graphc.frontends.torch_export import packed
+from graphc.frontends.torch_export import packed, signals
 from graphc.frontends.torch_export.checks import Checks
 
 if TYPE_CHECKING:
@@ -292,6 +292,7 @@ def _embedding(
 
 _FORMS: dict[Any, Callable[..., Any]] = {
     **packed.FORMS,
+    **signals.FORMS,
     torch.nn.functional.scaled_dot_product_attention: _attention,
     torch.nn.functional.batch_norm: _batch_norm,
     torch.nn.functional.embedding: _embedding,
