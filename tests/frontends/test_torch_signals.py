@@ -45,7 +45,7 @@ def test_trains_as_in_pytorch(name: str) -> None:
     program = graphc.compile(
         export(module, (x[:2],), exporter="dynamo"), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1)
     )
-    assert len(program.model.graph) < 300  # PyTorch's own form is some 30 nodes for each of 16 places of a frame
+    assert len(program.model.graph) < 150  # PyTorch's own form makes 200, and more the larger the frames
     optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
     for _ in range(3):
         optimizer.zero_grad()
