@@ -9,16 +9,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
 from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.generator import Generator
-from graphc.backends.fusion.indexing import Linear, Variable, flatten
+from graphc.backends.fusion.indexing import Linear, Map, Variable, flatten
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
 from graphc.backends.fusion.lowering import HALVES, Scope
-from graphc.backends.fusion.op_kernels import reduction_of
+from graphc.backends.fusion.op_kernels import op_kernel, reduction_of
 from graphc.ir.facts import dtype_of, size_of
 
 VECTOR = 16
@@ -39,6 +39,15 @@ SETS, WAYS, BYTES = 64, 8, 64
 
 FEWEST = 8
 """Rows of the smallest share of a kernel over distant columns: a line of the cache. A pass takes several shares at once."""
+
+KEPT = 1 << 12
+"""Most numbers that a row keeps for a later loop over its columns: half of the first cache."""
+
+LONG = 4
+"""Operations of an element from which keeping it takes less time than computing it again; an exponential counts four."""
+
+Place: TypeAlias = tuple[ir.Value, Map]
+"""A value, and the element of it by the loops' variables."""
 
 UNITS = 16
 """Units that keep the threads of common processors busy; a kernel of fewer units is divided."""
@@ -93,6 +102,8 @@ class HostGenerator(Generator):
     """
 
     def __init__(self, spec: KernelSpec, in_memory: Any) -> None:
+        self._kept: dict[Place, str] = {}  # what a row keeps for a later loop over its columns → the array
+        self._loops_of: dict[Place, list[int]] = {}  # value of a column → the loops that compute it, or read it
         super().__init__(spec, in_memory, Form())
         self.loops = Loops()
 
@@ -171,6 +182,11 @@ class HostGenerator(Generator):
                 self.form = Form(vector=VECTOR, variable=inner, strided=True)
                 self._begin()
                 source = self.source()
+        again = [place for place, loops in self._loops_of.items() if len(loops) > 1]
+        if again and not self.form.strided and self.spec.columns <= KEPT // len(again):
+            self._kept = {place: f"b{k}" for k, place in enumerate(again)}
+            self._begin()
+            source = self.source()
         if not self.spec.axes:
             self.loops.beside = self._turned()
         return source
@@ -183,6 +199,37 @@ class HostGenerator(Generator):
         stores = [(value, f"y{k}") for k, value in enumerate(self.spec.stores)]
         body = self._reduce(self.spec.reductions, beside=[s for s in stores if s[0] in whole])
         return self._source([*body, *self._row_stores([s for s in stores if s[0] not in whole])], stores)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._loops_of.clear()
+        for (value, _), name in self._kept.items():
+            self._row.heads.append(f"{compute_type(dtype_of(value))} {name}[{self.spec.columns}];")
+
+    def _pull(self, value: ir.Value | None, index: Map, guard: str | None, *, root: bool = False) -> str:
+        """As in the base class; what takes long to compute and is wanted by several loops over the columns is kept."""
+        node = None if value is None or root or guard is not None or self._in_memory(value) else value.producer()
+        of_column = index == self._index and self._scope is not self._row and not self._here
+        if value is None or node is None or not of_column or op_kernel(node).work < LONG or node in self.spec.reductions:
+            return super()._pull(value, index, guard, root=root)
+        scope, key, place = self._scope, (value, index, guard), (value, index)
+        if key in scope.known:
+            return scope.known[key]
+        loops = self._loops_of.setdefault(place, [])
+        known, kept = bool(loops), self._kept.get(place)
+        if self._loop_number not in loops:
+            loops.append(self._loop_number)
+        if kept is None:
+            return super()._pull(value, index, guard)
+        columns = [k for k in range(len(self.spec.shape)) if k in self.spec.axes]
+        column = flatten(tuple(self._index[k] for k in columns), tuple(self.spec.shape[k] for k in columns))
+        element = f"{kept}[{self._text(column)}]"
+        if known:
+            scope.known[key] = name = self._define(scope, "t", compute_type(dtype_of(value)), element)
+            return name
+        name = super()._pull(value, index, guard)
+        scope.lines.append(f"{element} = {name};")
+        return name
 
     def _columns_lie_apart(self) -> bool:
         """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not, in most of what is read."""
