@@ -26,7 +26,7 @@ _BETWEEN = (
 )
 """How the files begin whose frames stand between the code that asks for a truth value and this file."""
 
-_PASSED_BY = frozenset({"TO_BOOL", "CALL", "CALL_FUNCTION", "PRECALL", "NOP", "EXTENDED_ARG", "CACHE"})
+_PASSED_BY = frozenset({"TO_BOOL", "COMPARE_OP", "CALL", "PRECALL", "NOP", "EXTENDED_ARG", "CACHE"})
 """Instructions that make a truth value of a value, or nothing, before a jump reads it."""
 
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RERAISE", "YIELD_VALUE", "FOR_ITER"})
