@@ -49,6 +49,7 @@ class Checked(torch.nn.Module):
         return self.second(hidden)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_of_data_is_passed_and_named(name: str) -> None:
     with pytest.warns(UserWarning, match=r"checks of data at model\.py:2 are taken to hold"):

@@ -61,6 +61,7 @@ g (TYPE[SHAPE] x) => (y, d, m) {
 }"""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["float", "double", "float16"])
 @pytest.mark.parametrize("name", SUMS)
 def test_few_long_rows_are_shared_by_threads_in_the_same_parts(name: str, dtype: str) -> None:
