@@ -17,7 +17,7 @@ from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Linear, Map, Variable, flatten
 from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
-from graphc.backends.fusion.lowering import HALVES, Scope
+from graphc.backends.fusion.lowering import Scope
 from graphc.backends.fusion.op_kernels import op_kernel, reduction_of
 from graphc.ir.facts import dtype_of, size_of
 
@@ -295,5 +295,5 @@ class HostGenerator(Generator):
 def _total_of(node: ir.Node, parts: int, rows: int) -> ir.Value:
     """What each part of each row leaves of a reduction."""
     (result,) = node.outputs
-    dtype = ir.DataType.FLOAT if dtype_of(result) in HALVES else dtype_of(result)
+    dtype = ir.DataType.DOUBLE if dtype_of(result) == ir.DataType.DOUBLE else ir.DataType.FLOAT
     return ir.Value(name=f"{result.name}/parts", shape=ir.Shape((parts, rows)), type=ir.TensorType(dtype))
