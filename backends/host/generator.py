@@ -43,7 +43,7 @@ FEWEST = 8
 KEPT = 1 << 12
 """Most numbers that a row keeps for a later loop over its columns: half of the first cache."""
 
-LONG = 4
+COSTLY = 4
 """Operations of an element from which keeping it takes less time than computing it again; an exponential counts four."""
 
 Place: TypeAlias = tuple[ir.Value, Map]
@@ -210,7 +210,7 @@ class HostGenerator(Generator):
         """As in the base class; what takes long to compute and is wanted by several loops over the columns is kept."""
         node = None if value is None or root or guard is not None or self._in_memory(value) else value.producer()
         of_column = index == self._index and self._scope is not self._row and not self._here
-        if value is None or node is None or not of_column or op_kernel(node).work < LONG or node in self.spec.reductions:
+        if value is None or node is None or not of_column or op_kernel(node).work < COSTLY or node in self.spec.reductions:
             return super()._pull(value, index, guard, root=root)
         scope, key, place = self._scope, (value, index, guard), (value, index)
         if key in scope.known:

@@ -73,8 +73,9 @@ _ROUNDING = 12582912.0  # 1.5 · 2^23: adding it rounds to a whole number, which
 def _exp(f: Float, x: Any, *, subnormal: bool = True) -> Any:
     """x = n·ln 2 + r; a polynomial in r, times 2ⁿ⁻¹, times 2, so that it reaches infinity.
 
-    A subnormal result is rounded to a multiple of 2⁻¹⁴⁹ as a whole number, which is what its bits are. As a product it takes
-    100 times as long: processors leave these to microcode, and a softmax has one for each masked score.
+    A subnormal result is rounded to a multiple of 2⁻¹⁴⁹ as a whole number, which is what its bits are: processors leave
+    products that are subnormal to microcode. As a product, it made the exponentials of 8 × 600 × 600 scores, half of them
+    masked with -100, take 26 ms instead of 3.
 
     Args:
         subnormal: whether results may be subnormal; else they are at least 1e-38.

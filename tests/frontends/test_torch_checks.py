@@ -20,6 +20,7 @@ CHECKS = {
     "both": "assert (x < 1e9).all() and (x > -1e9).all()",
     "either": "if x.abs().max() > 1e9 or x.min() < -1e9: raise ValueError('the input is too large')",
     "truth": "if not bool((x < 1e9).all()): raise ValueError('the input is too large')",
+    "selection": "assert x[x > 0].reshape(-1, 1).expand(-1, 3).contiguous().view(-1).all()",
     "call": "torch._assert((x < 1e9).all(), 'the input is too large')",
 }
 

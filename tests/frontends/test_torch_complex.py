@@ -10,6 +10,7 @@ import torch
 
 import graphc
 from graphc.frontends.torch import export
+from tests.frontends.torch_steps import follow
 
 pytestmark = pytest.mark.full
 
@@ -63,7 +64,7 @@ class Others(torch.nn.Module):
         some[:, 1] = batched.select(1, 2)
         some = (some + torch.full((4,), 2.0, dtype=torch.cfloat).unsqueeze(0).unsqueeze(-2).expand(-1, 4, -1)) * (1 - 2j)
         real = torch.einsum("bij->bji", some) + torch.einsum("bij,j->bij", some, torch.arange(4.0))
-        wider = torch.nn.functional.pad(real, (1, 0, 0, 2))
+        wider = torch.constant_pad_nd(torch.nn.functional.pad(real, (1, 0, 0, 2)), (0, 1), 0)
         return torch.view_as_real(wider).flatten(1) * 0.1
 
 
@@ -84,20 +85,20 @@ def test_trains_as_in_pytorch(name: str) -> None:
     program = graphc.compile(
         export(module, (example,), exporter="dynamo"), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.02)
     )
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.02), []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(module(x), goal)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    with graphc.Trainer(program, threads=1) as trainer:
-        feeds = {"x": x.numpy(), next(v.name for v in program.model.graph.inputs if v.name != "x"): goal.numpy()}
-        np.testing.assert_allclose([trainer.step(feeds)["loss"] for _ in losses], losses, rtol=1e-5)
-        trained = trainer.trained_values()
+    trained = follow(program, module, x, goal, rate=0.02, steps=4)
     for of, parameter in module.named_parameters():
         value = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         np.testing.assert_allclose(trained[of], value.detach().numpy(), rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("options", [{"mode": "reflect"}, {"value": 1.0}], ids=str)
+def test_pads_that_have_no_translation_are_named(options: dict[str, Any]) -> None:
+    class Padded(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.view_as_real(torch.nn.functional.pad(torch.view_as_complex(x), (1, 1), **options))
+
+    with pytest.raises(graphc.errors.ModelError, match="pad of complex numbers"):
+        export(Padded(), (torch.randn(2, 3, 2),), exporter="dynamo")
 
 
 def test_what_has_no_translation_is_named() -> None:

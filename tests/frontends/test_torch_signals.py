@@ -10,6 +10,7 @@ import torch
 
 import graphc
 from graphc.frontends.torch import export
+from tests.frontends.torch_steps import follow
 
 pytestmark = pytest.mark.full
 
@@ -45,15 +46,6 @@ def test_trains_as_in_pytorch(name: str) -> None:
     program = graphc.compile(
         export(module, (x[:2],), exporter="dynamo"), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1)
     )
-    assert len(program.model.graph) < 150  # PyTorch's own form makes 200, and more the larger the frames
-    optimizer, losses = torch.optim.SGD(module.parameters(), lr=0.1), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(module(x), goal)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    with graphc.Trainer(program, threads=1) as trainer:
-        feeds = {"x": x.numpy(), next(v.name for v in program.model.graph.inputs if v.name != "x"): goal.numpy()}
-        np.testing.assert_allclose([trainer.step(feeds)["loss"] for _ in losses], losses, rtol=1e-5)
-        np.testing.assert_allclose(trainer.trained_values()["gain"], module.gain.detach().numpy(), rtol=1e-4, atol=1e-6)
+    assert len(program.model.graph) < 150  # PyTorch's own form makes 211, and 499 for frames of 64
+    trained = follow(program, module, x, goal, rate=0.1, steps=3)
+    np.testing.assert_allclose(trained["gain"], module.gain.detach().numpy(), rtol=1e-4, atol=1e-6)

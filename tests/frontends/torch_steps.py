@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+import graphc
+
 
 def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight samples of six numbers, and labels of four."""
@@ -32,6 +34,23 @@ def in_torch(module: torch.nn.Module, seeds: Iterable[int], **options: float) ->
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def follow(
+    program: graphc.Program, module: torch.nn.Module, x: torch.Tensor, goal: torch.Tensor, rate: float, steps: int
+) -> Mapping[str, Any]:
+    """Assert that ``steps`` of SGD have the losses of the module, which takes them too; returns the trained values."""
+    optimizer, losses = torch.optim.SGD(module.parameters(), lr=rate), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = functional.mse_loss(module(x), goal)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    with graphc.Trainer(program, threads=1) as trainer:
+        given = {"x": x.numpy(), next(v.name for v in program.model.graph.inputs if v.name != "x"): goal.numpy()}
+        np.testing.assert_allclose([trainer.step(given)["loss"] for _ in losses], losses, rtol=1e-5)
+        return trainer.trained_values()
 
 
 def compare(values: Mapping[str, Any], module: torch.nn.Module) -> None:

@@ -257,6 +257,8 @@ def _is_rounded(k: Binding, x: Array, w: Array, y: Array) -> bool:
 
 
 FEWEST_TURNED = 4
+"""Fewest channels of an input gradient with turned weights; below, oneDNN computes it as such."""
+
 FEW_CHANNELS = 16
 """Channels of which a gradient fills no vector: in a blocked layout most of it would be padding."""
 

@@ -60,7 +60,7 @@ def register() -> None:
         "aten::select_scatter": (_select_scatter, {"x": X, "source": X, "dim": int, "index": int}),
         "aten::copy": (_copy, {"x": X, "source": X, "non_blocking": bool}),
         "aten::pad": (_pad, {"x": X, "pad": size, "mode": str, "value": Optional[float]}),  # noqa: UP045
-        "aten::constant_pad_nd": (_pad, {"x": X, "pad": size}),
+        "aten::constant_pad_nd": (_constant_pad, {"x": X, "pad": size, "value": float}),
         "aten::mm": (_product, {"x": X, "y": X}),
         "aten::bmm": (_product, {"x": X, "y": X}),
         "aten::einsum": (_einsum, {"equation": str, "tensors": Sequence[X], "path": Optional[int]}),  # noqa: UP045
@@ -128,8 +128,14 @@ def _copy(x, source, non_blocking=False):  # type: ignore[no-untyped-def]
 
 
 def _pad(x, pad, mode="constant", value=None):  # type: ignore[no-untyped-def]
-    if mode != "constant" or value:
-        raise NotImplementedError(f"F.pad of complex numbers with mode={mode!r} and value={value} has no translation")
+    if mode != "constant":
+        raise NotImplementedError(f"F.pad of complex numbers with mode={mode!r} has no translation: pad with zeros")
+    return _constant_pad(x, pad, value or 0.0)  # type: ignore[no-untyped-call]
+
+
+def _constant_pad(x, pad, value=0.0):  # type: ignore[no-untyped-def]
+    if value:
+        raise NotImplementedError(f"F.pad of complex numbers with value={value} has no translation: pad with zeros")
     before, after = list(pad[::2])[::-1], list(pad[1::2])[::-1]  # from the last axis on
     none = [0] * (len(x.shape) - 1 - len(before))
     return opset().Pad(x, opset().Constant(value_ints=[*none, *before, 0, *none, *after, 0]))

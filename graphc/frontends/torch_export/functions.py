@@ -343,7 +343,7 @@ class OtherForms(TorchFunctionMode):
         self.hooked |= func is torch.Tensor.register_hook
         self.padded |= any(isinstance(argument, packed.Longest) for argument in args)
         kwargs = kwargs or {}
-        if func is torch.Tensor.__bool__ and (value := self.checks.passed()) is not None:
+        if func is torch.Tensor.__bool__ and (value := self.checks.of_tensor()) is not None:
             return value
         if func is torch._assert and isinstance(args[0], torch.Tensor):
             return self.checks.note()

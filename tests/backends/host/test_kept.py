@@ -61,3 +61,17 @@ def test_an_exponential_is_computed_once(name: str, times: int, monkeypatch: pyt
     monkeypatch.setattr(Compiler, "compile", compiled)
     compile_segment(ir.to_proto(model_of(name)))
     assert "".join(texts).count("expf(") == times
+
+
+def test_a_softmax_of_recomputed_scores_is_one_kernel() -> None:
+    """Its scores are cheap to compute from operands that are small, so that no large operand joins the loops of a row."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    g (float[8,300,1] s, float[8,1,300] t, float[300,300] seen) => (float[8,300,300] y) {
+        zero = Constant <value_float = 0.0> ()
+        low = Constant <value_float = -9e16> ()
+        e = Add(s, t)
+        shown = Greater(seen, zero)
+        w = Where(shown, e, low)
+        y = Softmax <axis = -1> (w)
+    }""")
+    assert len(compile_segment(model).parts) == 1
