@@ -36,14 +36,20 @@ def termination_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Let an end in order, which takes seconds at most, not be cut short by another signal."""
+def signals_noted() -> Iterator[list[int]]:
+    """Note the signals that end a run in the list, and interrupt nothing; ignored ones (``nohup``) stay so.
+
+    A handler that raises may do so anywhere, also where a library has just taken a lock that nobody would give back: an
+    interrupted ``subprocess.Popen.poll`` can let every later ``wait`` hang. A loop that looks at the list has no such place.
+    """
+    noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield noted
         return
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+    heard = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, lambda number, frame: noted.append(number)) for number in heard}
     try:
-        yield
+        yield noted
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -51,5 +57,9 @@ def signals_ignored() -> Iterator[None]:
 
 def interruption(error: KeyboardInterrupt) -> tuple[str, int]:
     """What interrupted the run, in words, and the exit code."""
-    number = error.args[0] if error.args else signal.SIGINT
+    return ending(error.args[0] if error.args else signal.SIGINT)
+
+
+def ending(number: int) -> tuple[str, int]:
+    """A signal that ended the run, in words, and the exit code."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, int(128 + number)

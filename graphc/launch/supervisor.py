@@ -20,7 +20,7 @@ from graphc.distributed.health.hang_report import join_ranks, waits_between_stag
 from graphc.distributed.health.status_board import RankState, RankStatus, StatusBoard
 from graphc.distributed.health.watchdog import is_alive, is_stopped
 from graphc.launch.processes import kill_all, rank_processes
-from graphc.launch.signals import interruption, signals_ignored
+from graphc.launch.signals import ending, signals_noted
 
 TICK = 0.05  # seconds between looks at the board
 PARTIAL = 0.1  # seconds after which an unfinished line (a progress bar) is shown
@@ -119,19 +119,18 @@ class Supervisor:
         self._signalled = False
 
     def run(self) -> int:
-        """Wait for the end of the run; return the exit code."""
-        try:
-            while self.process.poll() is None and not self._verdict:
-                self._forward()
-                self._look()
-        except KeyboardInterrupt as end:
-            what, code = interruption(end)
-            with signals_ignored():
-                self._end_all()
-                print(f"graphc: stopped by {what}{self._last_step()}; the workers were stopped", file=sys.stderr)
-            return code
-        finally:
-            with signals_ignored():
+        """Wait for the end of the run, or for a signal to end it; return the exit code."""
+        with signals_noted() as noted:
+            try:
+                while self.process.poll() is None and not self._verdict and not noted:
+                    self._forward()
+                    self._look()
+                if noted and self.process.returncode is None:
+                    what, code = ending(noted[0])
+                    self._end_all()
+                    print(f"graphc: stopped by {what}{self._last_step()}; the workers were stopped", file=sys.stderr)
+                    return code
+            finally:
                 if self.process.returncode != 0:
                     self._end_all()
                 self._forward()

@@ -171,12 +171,15 @@ def test_a_stopped_run_says_where_and_how_to_go_on(
 def test_stopped_processes_say_the_same(here: Path) -> None:
     command = [sys.executable, "-m", "graphc", *arguments("-n", 2, "--checkpoint", "c", lr=1e-5, epochs=1_000_000)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as run:
-        until = time.monotonic() + 120
-        while not (here / "c" / checkpoint.FILE_NAME).exists() and run.poll() is None and time.monotonic() < until:
-            time.sleep(0.05)
-        run.terminate()
-        err = run.communicate(timeout=60)[1]
-    assert run.returncode == 128 + signal.SIGTERM
+        try:
+            until = time.monotonic() + 60
+            while not (here / "c" / checkpoint.FILE_NAME).exists() and run.poll() is None and time.monotonic() < until:
+                time.sleep(0.05)
+            run.terminate()
+            err = run.communicate(timeout=60)[1]
+        finally:
+            run.kill()
+    assert run.returncode == 128 + signal.SIGTERM, err
     told, resume = err.strip().splitlines()[-2:]
     step = int(told.partition("stopped by SIGTERM in step ")[2].partition(";")[0])
     saved = int(resume.partition("the last checkpoint is c, after step ")[2].partition(";")[0])

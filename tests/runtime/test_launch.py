@@ -251,3 +251,36 @@ def test_a_signal_before_the_workers_are_there(monkeypatch: pytest.MonkeyPatch, 
     finally:
         signal.signal(signal.SIGQUIT, before)
     assert capfd.readouterr().err == "graphc: stopped by SIGQUIT; the workers were stopped\n"
+
+
+STOPPED_WHILE_LOCKED = """
+import os, signal, subprocess, time
+from graphc.launch import local
+
+class Lock:  # of a Popen: the signal comes when poll() has just taken it
+    def __init__(self, lock): self.lock, self.until = lock, time.monotonic() + 0.3
+    def acquire(self, *arguments):
+        taken = self.lock.acquire(*arguments)
+        if taken and time.monotonic() > self.until:
+            self.until += 3600
+            os.kill(os.getpid(), signal.SIGTERM)
+        return taken
+    def release(self): self.lock.release()
+    def __enter__(self): self.lock.acquire()
+    def __exit__(self, *error): self.lock.release()
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._waitpid_lock = Lock(self._waitpid_lock)
+
+local.subprocess.Popen = Popen
+raise SystemExit(local.launch(2, ["-c", "import time; time.sleep(3600)"], "tcp"))
+"""
+
+
+def test_a_signal_at_any_moment_ends_the_run() -> None:
+    """A handler that raised here left the lock taken, and the launcher waited for its workers for ever."""
+    done = subprocess.run([sys.executable, "-c", STOPPED_WHILE_LOCKED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "graphc: stopped by SIGTERM; the workers were stopped" in done.stderr
