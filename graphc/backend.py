@@ -137,6 +137,10 @@ def native_kernel(backend: str, node: ir.Node) -> Kernel | None:
     return found if found is not None and found.accepts(node) else None
 
 
+Whole = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Runs a model: from feeds by name to results by name."""
+
+
 class Capabilities(Protocol):
     """The properties of a backend that a plan depends on; by default those of a runtime of standard ops in single precision."""
 
@@ -226,8 +230,8 @@ class Backend(Capabilities, Protocol):
         """What runs the nodes of a segment, in order; empty where one runtime runs it whole."""
         return ()
 
-    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        """Run ``model`` once, with memory that the backend allocates itself.
+    def bind_whole(self, model: onnx.ModelProto) -> Whole:
+        """Return a function that runs ``model``, with memory that the backend allocates itself.
 
         For what no plan can hold: shapes that depend on data, sequences (lists of arrays), optionals (None when empty) and
         strings (arrays of ``object``).

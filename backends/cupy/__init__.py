@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -23,7 +22,7 @@ import graphc.backends.cupy.libraries.cudnn_attention
 import graphc.backends.cupy.libraries.cudnn_convolution
 import graphc.backends.cupy.rewrite.products
 import graphc.backends.cupy.updates.finite_check  # noqa: F401 - these five fill the registry, as cublaslt does
-from graphc.backend import BACKENDS, PLANNERS, Backend, Fallback, PlannedMemory
+from graphc.backend import BACKENDS, PLANNERS, Backend, Fallback, PlannedMemory, Whole
 from graphc.backends.cupy.device.cuda_device import CudaDevice
 from graphc.backends.cupy.device.cuda_memory import ALIGNMENT
 from graphc.backends.cupy.device.planning_device import PlannedDevice
@@ -104,10 +103,10 @@ class CupyBackend(Backend):
 
         return compiled() if self._cache is None else self._cache.of(model, f"{device.writes_cuda} {options}", compiled)
 
-    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    def bind_whole(self, model: onnx.ModelProto) -> Whole:
         """Models that a plan cannot hold (data-dependent shapes, sequences, strings) run on the host."""
         LOG.warning("the model runs on the host as a whole: it has sequences, strings, or shapes that depend on data")
-        return BACKENDS["numpy"](threads=1).run_whole(model, feeds)
+        return BACKENDS["numpy"](threads=1).bind_whole(model)
 
     def bind_kernel(
         self, node: ir.Node, inputs: Sequence[Array | None], outputs: Sequence[Array], aliases: Mapping[int, int]

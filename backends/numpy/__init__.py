@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
-from graphc.backend import BACKENDS, Backend
+from graphc.backend import BACKENDS, Backend, Whole
 from graphc.backends.numpy.operators import REPAIRED
 from graphc.device import Array, Arrays, HostMemory, Memory, Run
 from graphc.errors import ExecutionError, ModelError, UnsupportedOpError
@@ -48,10 +48,9 @@ class NumpyBackend(Backend):
 
         return run
 
-    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
-        names = [value.name for value in model.graph.output]
-        results = _evaluated(_evaluator(model), names, feeds)
-        return dict(zip(names, results, strict=True))
+    def bind_whole(self, model: onnx.ModelProto) -> Whole:
+        names, evaluator = [value.name for value in model.graph.output], _evaluator(model)
+        return lambda feeds: dict(zip(names, _evaluated(evaluator, names, feeds), strict=True))
 
 
 PARTS: Mapping[str, Any] = {

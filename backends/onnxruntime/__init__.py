@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphc.backend import BACKENDS, Backend, Binding, SegmentPart, native_kernel
+from graphc.backend import BACKENDS, Backend, Binding, SegmentPart, Whole, native_kernel
 from graphc.device import Array, Arrays, HostMemory, Memory, Run, in_order
 from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError, UsageError
 from graphc.gradient import key_of
@@ -190,15 +190,20 @@ class OnnxRuntimeBackend(Backend):
 
         return run_between
 
-    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    def bind_whole(self, model: onnx.ModelProto) -> Whole:
         session = self._session(model)
         names = [value.name for value in session.get_outputs()]
         wanted = {value.name for value in session.get_inputs()}  # unused inputs are not part of the session
-        try:
-            results = session.run(names, {name: feed for name, feed in feeds.items() if name in wanted})
-        except Exception as error:
-            raise UnsupportedOpError(f"onnxruntime cannot run {_ops(model)}: {error}") from error
-        return dict(zip(names, results, strict=True))
+        ops = _ops(model)
+
+        def run(feeds: Mapping[str, Any]) -> dict[str, Any]:
+            try:
+                results = session.run(names, {name: feed for name, feed in feeds.items() if name in wanted})
+            except Exception as error:
+                raise UnsupportedOpError(f"onnxruntime cannot run {ops}: {error}") from error
+            return dict(zip(names, results, strict=True))
+
+        return run
 
     def _session(self, model: onnx.ModelProto) -> ort.InferenceSession:
         """The session of a segment; equal segments, which are bound to other arrays, share it."""

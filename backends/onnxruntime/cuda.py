@@ -20,7 +20,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 
-from graphc.backend import BACKENDS, Backend
+from graphc.backend import BACKENDS, Backend, Whole
 from graphc.backends.onnxruntime import OnnxRuntimeBackend, element_type, make_session, session_options
 from graphc.backends.onnxruntime.packing import is_packed
 from graphc.device import Array, Arrays, Memory, Run
@@ -89,13 +89,17 @@ class DeviceBackend(Backend):
 
         return self._queued(launch)
 
-    def run_whole(self, model: onnx.ModelProto, feeds: Mapping[str, Any]) -> dict[str, Any]:
+    def bind_whole(self, model: onnx.ModelProto) -> Whole:
         """Models that no plan can hold run on the host."""
-        engine = OnnxRuntimeBackend(threads=1, spin=False)
-        try:
-            return engine.run_whole(model, feeds)
-        finally:
-            engine.close()
+
+        def run(feeds: Mapping[str, Any]) -> dict[str, Any]:
+            engine = OnnxRuntimeBackend(threads=1, spin=False)
+            try:
+                return engine.bind_whole(model)(feeds)
+            finally:
+                engine.close()
+
+        return run
 
 
 class OnnxRuntimeCudaBackend(DeviceBackend):

@@ -170,4 +170,4 @@ def _run_whole(engine: Backend, model: ir.Model, feeds: Mapping[str, Feed]) -> d
         del graph.initializers[name]
         if value not in graph.inputs:
             graph.inputs.append(value)
-    return engine.run_whole(to_proto(model), arrays)
+    return engine.bind_whole(to_proto(model))(arrays)

@@ -50,6 +50,8 @@ class StagePlans(PlanCache):
     links: PipeLinks
     table: Table
 
+    finds_sizes = False  # a rank has only its stages' feeds
+
     def _make_state(self) -> State:
         """Find the rank's place in the pipeline, and make the state that belongs there."""
         program, mesh = self._program, self._groups.mesh

@@ -9,18 +9,20 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphc.backend import Backend, host_backend
+from graphc.backend import DETERMINISTIC, Backend, host_backend
 from graphc.compiler import Program, collection_paused
 from graphc.device import Array, Run
 from graphc.distributed.collective_proof import prove_collectives
 from graphc.distributed.groups import Groups
 from graphc.errors import DeviceMemoryError, WorldError
 from graphc.ir.ops.losses import label_checks, symbolic_classes
+from graphc.plan.found_sizes import split_at_found_sizes
 from graphc.plan.group_places import CollectiveEvent, collective_events
 from graphc.plan.partition import Plan, make_plan
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 from graphc.training.feeds import check_arrays, check_feed_names, check_sample_labels, key_of_shapes
+from graphc.training.found_sizes import SizeFinder
 
 Wrap = Callable[[str, str, Run], Run]
 
@@ -45,6 +47,9 @@ class PlanCache:
         DeviceMemoryError: the state does not fit on the device.
     """
 
+    finds_sizes = True
+    """Whether sizes that depend on the contents of feeds are found before a step."""
+
     def __init__(
         self,
         program: Program,
@@ -62,6 +67,9 @@ class PlanCache:
         self._groups = groups
         self._threads, self.check, self._batched = threads, check, batched
         self._host: Backend | None = None
+        self._same = DETERMINISTIC in program.model.metadata_props
+        self._finders: dict[bool, SizeFinder | None] = {}
+        self._found: dict[str, Array] = {}
         self._labels, self._classes = label_checks(program.model.graph), symbolic_classes(program.model.graph)
         self._collectives: list[str] | None = None
         self._available = backend.memory.available() or 0
@@ -76,22 +84,38 @@ class PlanCache:
             DeviceMemoryError: the plan does not fit on the device; nothing has run.
             WorldError: the ranks' collectives differ, or depend on the batch.
         """
-        key = key_of_shapes(feeds)
-        found = self.training.get(key)
-        if found is None:
-            found = self.training[key] = self._bind(feeds, self._program.model)
-        return found
+        return self._executor(feeds, self._program.model, self.training)
 
     def for_evaluation(self, feeds: Mapping[str, Array]) -> Executor:
         """Return the evaluation graph's plan for the shapes of ``feeds``; raises as :meth:`for_training` does."""
+        return self._executor(feeds, self._program.inference, self.evaluation)
+
+    def _executor(self, feeds: Mapping[str, Array], model: ir.Model, plans: dict[tuple[Any, ...], Executor]) -> Executor:
+        finder = self._finder(model)
+        self._found = (finder.find(feeds) if finder is not None else None) or {}
+        if finder is not None and self._found:
+            feeds, model = {**feeds, **self._found}, finder.model
         key = key_of_shapes(feeds)
-        found = self.evaluation.get(key)
+        found = plans.get(key)
         if found is None:
-            found = self.evaluation[key] = self._bind(feeds, self._program.inference)
+            found = plans[key] = self._bind(feeds, model)
         return found
 
+    def _finder(self, model: ir.Model) -> SizeFinder | None:
+        """What finds the sizes of a graph whose shapes depend on the contents of feeds; None: they do not."""
+        which = model is self._program.model
+        if which not in self._finders:
+            parts = split_at_found_sizes(model) if self.finds_sizes else None
+            host = self._backend if self._backend.memory.on_host or parts is None else self.on_host()
+            always = self._same or not self._backend.unknown_sizes
+            finder = SizeFinder(parts, host, self._backend.memory, always=always) if parts is not None else None
+            self._finders[which] = finder
+        return self._finders[which]
+
     def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Convert feeds to the plan's dtypes and check the labels; FeedError if that fails."""
+        """Convert the feeds for which ``executor`` was looked up, and check the labels; FeedError if that fails."""
+        if self._found and self._found.keys() <= executor.inputs.keys():
+            feeds = {**feeds, **self._found}
         arrays = check_arrays(feeds, executor.inputs, self._labels, self._backend.memory, executor.index_ranges)
         if self._classes:
             check_sample_labels(arrays, self._program.model.graph, self._classes)
@@ -123,7 +147,7 @@ class PlanCache:
         shapes, rank, size = check_feed_names(feeds, model.graph), self._comm.rank, self._comm.size
         guarded = self.check and not self._backend.memory.on_host
         plan = make_plan(model, shapes, self._backend, world_size=size, rank=rank, guarded=guarded, mesh=self._groups.mesh)
-        if model is self._program.model:
+        if model is not self._program.inference and model is not self._evaluated():
             self._compare_collectives(plan)
         comm, groups = (self._comm, self._groups) if size > 1 else (None, None)
         taken = self._left - (self._backend.memory.available() or 0)  # by other plans, and what their kernels loaded
@@ -136,6 +160,10 @@ class PlanCache:
             _release(error)
             case = Case(model, shapes, self._batched, plan.mesh, rank, self._available - max(0, taken), self._program)
             raise explain(case, plan, self._backend.name, error) from error
+
+    def _evaluated(self) -> ir.Model | None:
+        finder = self._finders.get(False)
+        return finder.model if finder is not None else None
 
     def _events(self, plan: Plan) -> list[CollectiveEvent]:
         """The collectives of a step."""

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphc.gradient import gradient, operands, zero_gradient
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, rank
+from graphc.ir.facts import constant, dims, input_of, is_zero, rank
 from graphc.passes.gradients.shape import pad_to, scatter_back
 
 zero_gradient("NonZero", "NonMaxSuppression", origin=__name__)
@@ -93,10 +93,21 @@ def scatter_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 def scatter_nd(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x with updates at the index tuples, which replace, or are added, multiplied or compared; see :func:`_scattered`"""
 
-    def scatter(x: Any, indices: Any, updates: Any, reduction: str) -> Any:
-        return op.ScatterND(x, indices, updates, reduction=reduction)
+    if (dims(input_of(node, 1)) or (0,))[-1] != 1:
+        return _scattered(op, node, dy, lambda *operands: op.ScatterND(*operands[:3], reduction=operands[3]), op.GatherND)
 
-    return _scattered(op, node, dy, scatter, op.GatherND)
+    def gather_rows(x: ir.Value, indices: ir.Value) -> Any:
+        return op.Gather(x, op.Squeeze(indices, [-1]), axis=0)
+
+    return _scattered(op, node, dy, functools.partial(_scatter_rows, op), gather_rows)
+
+
+def _scatter_rows(op: Builder, x: ir.Value, indices: ir.Value, updates: ir.Value, reduction: str) -> Any:
+    """A ScatterND whose index tuples have one element."""
+    if reduction != "add":
+        return op.ScatterND(x, indices, updates, reduction=reduction)
+    total = op.graphc.GatherGrad(updates, op.Squeeze(indices, [-1]), op.shape(x))
+    return total if is_zero(x) else op.Add(x, total)
 
 
 def _scattered(op: Builder, node: ir.Node, dy: ir.Value, scatter: Callable[..., Any], gather: Callable[..., Any]) -> Any:

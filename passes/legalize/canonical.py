@@ -17,6 +17,7 @@ from graphc.ir.facts import describe, dims, unknown_rank
 from graphc.ir.operand_shapes import covered_once
 from graphc.ir.signatures import index_operands
 from graphc.passes.legalize.logarithms import stable_logarithm
+from graphc.passes.legalize.rows import INDEXED, by_rows
 from graphc.passes.parameters.promote import constant_tensor
 
 _WINDOWED = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "ConvInteger", "QLinearConv", "DeformConv"})
@@ -72,6 +73,9 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     elif node.op_type == "MatMul" and node.domain == "" and _columns(node):
         matrix, columns = node.inputs
         return [op.Unsqueeze(op.MatMul(op.Squeeze(columns, [-1]), op.Transpose(matrix, perm=[1, 0])), [-1])]
+    elif node.op_type in INDEXED and node.domain == "":
+        rows = by_rows(op, node)
+        return None if rows is None else [rows]
     elif node.op_type == "Resize" and "axes" in node.attributes and dims(_first(node)) is not None:
         count = op.rank(_first(node))  # onnx.reference does not support negative axes
         node.attributes["axes"] = ir.AttrInt64s("axes", [a % count for a in node.attributes["axes"].as_ints()])

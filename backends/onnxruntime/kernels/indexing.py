@@ -1,4 +1,4 @@
-"""The gradients of a Gather of rows, an embedding's, and of a GatherElements."""
+"""Rows that are added to or compared with others at indices: a scatter, the gradients of a Gather and of a GatherElements."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
+from graphc.backends.host.calls import with_check
 from graphc.backends.onnxruntime.kernels.arrays import given
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.written_rows import WrittenRows
-from graphc.device import Run
+from graphc.device import Array, Run
+from graphc.errors import ExecutionError
 from graphc.ir.facts import static_dims
 
 LEAST = 1 << 14
@@ -35,12 +37,26 @@ def gather_grad(k: Binding) -> Run:
     (dy, indices, _), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
     rows = k.rows if isinstance(k.rows, WrittenRows) else WrittenRows.of(dx, k.pool.threads, alone=False)
     flat = dx.reshape(dx.shape[0], -1)
-    arguments = (dy.reshape(-1, flat.shape[1]), indices.reshape(-1), flat, flat.view(np.int32))
-    return k.pool.bind(_gather_grad, (*arguments, rows.touched, rows.alone, rows.nonfinite), rows.nonfinite.size)
+    failed = np.zeros(1, dtype=np.int64)
+    arguments = (dy.reshape(-1, flat.shape[1]), indices.reshape(-1), flat, flat.view(np.int32), failed)
+    run = k.pool.bind(_gather_grad, (*arguments, rows.touched, rows.alone, rows.nonfinite), rows.nonfinite.size)
+    return _with_range_check(k, run, indices, dx.shape[0], failed)
+
+
+def _with_range_check(k: Binding, run: Run, indices: Array, size: int, failed: Array) -> Run:
+    """Bound work that writes the place of an index outside, and 1 more, to ``failed``."""
+
+    def check() -> None:
+        if failed[0]:
+            index, failed[0] = indices.reshape(-1)[failed[0] - 1], 0
+            what = f"index {index} is outside of the range from {-size} to {size - 1}"
+            raise ExecutionError(f"{k.node.op_type} {k.node.name!r} failed: {what}", op=k.node.op_type, node=k.node.name or "")
+
+    return with_check(run, failed, check)
 
 
 @jit
-def _gather_grad(dy, indices, dx, bits, touched, alone, nonfinite, start, stop):
+def _gather_grad(dy, indices, dx, bits, failed, touched, alone, nonfinite, start, stop):
     rows, width = dx.shape
     parts, exponent = nonfinite.size, np.int32(0x7F800000)
     for part in range(start, stop):
@@ -54,7 +70,9 @@ def _gather_grad(dy, indices, dx, bits, touched, alone, nonfinite, start, stop):
                 touched[r] = 0
         for i in range(indices.size):
             r = indices[i] + rows if indices[i] < 0 else indices[i]
-            if first <= r < last:  # the Gather refused an index outside before
+            if r < 0 or r >= rows:
+                failed[0] = i + 1
+            elif first <= r < last:
                 touched[r] = 1
                 row, slope = dx[r], dy[i]
                 for c in range(width):
@@ -66,6 +84,56 @@ def _gather_grad(dy, indices, dx, bits, touched, alone, nonfinite, start, stop):
                 for c in range(width):
                     count += (row_bits[c] & exponent) == exponent
         nonfinite[part] = count
+
+
+def _takes_rows(node: ir.Node) -> bool:
+    """Whether the index tuples of a ScatterND have one element, and what it reads is not small."""
+    shapes = [static_dims(v) or (0,) for v in node.inputs if v is not None]
+    return all(0 not in shape for shape in shapes) and shapes[1][-1] == 1 and math.prod(shapes[2]) >= LEAST
+
+
+_REDUCTIONS = {"none": 0, "add": 1, "mul": 2, "max": 3, "min": 4}
+
+
+@kernel("onnxruntime", "ScatterND", when=_takes_rows)
+def scatter_rows(k: Binding) -> Run:
+    """y = x with rows of updates at their indices, which replace, or are added, multiplied or compared, in that order"""
+    (x, indices, updates), (y,) = given(k.inputs, 3), given(k.outputs, 1)
+    flat, failed, parts = y.reshape(y.shape[0], -1), np.zeros(1, dtype=np.int64), min(k.pool.threads, y.shape[0])
+    arguments = (x.reshape(flat.shape), indices.reshape(-1), updates.reshape(-1, flat.shape[1]), flat)
+    code = _REDUCTIONS[str(k.attributes["reduction"])]
+    run = k.pool.bind(_scatter_rows, (*arguments, code, parts, failed), parts)
+    return _with_range_check(k, run, indices, y.shape[0], failed)
+
+
+@jit
+def _scatter_rows(x, indices, updates, y, code, parts, failed, start, stop):
+    rows, width = y.shape
+    first, last = rows * start // parts, rows * stop // parts
+    for r in range(first, last):
+        for c in range(width):
+            y[r, c] = x[r, c]
+    for i in range(indices.size):
+        r = indices[i] + rows if indices[i] < 0 else indices[i]
+        if r < 0 or r >= rows:
+            failed[0] = i + 1
+        elif first <= r < last:
+            row, update = y[r], updates[i]
+            if code == 0:
+                for c in range(width):
+                    row[c] = update[c]
+            elif code == 1:
+                for c in range(width):
+                    row[c] += update[c]
+            elif code == 2:
+                for c in range(width):
+                    row[c] *= update[c]
+            elif code == 3:
+                for c in range(width):
+                    row[c] = row[c] if row[c] >= update[c] or row[c] != row[c] else update[c]
+            else:
+                for c in range(width):
+                    row[c] = row[c] if row[c] <= update[c] or row[c] != row[c] else update[c]
 
 
 def _have_the_same_lines(node: ir.Node) -> bool:

@@ -30,7 +30,7 @@ def on(device: Any) -> Callable[[ir.Model], Callable[[Mapping[str, Any]], dict[s
             arrays = {v.name or "": np.asarray(feeds[v.name or ""]) for v in copy.graph.inputs}
             ready = prepare(copy, {name: array.shape for name, array in arrays.items()}, backend)
             if any(static_dims(v) is None for node in ready.graph for v in node.outputs):
-                return backend.run_whole(ir.to_proto(ready), arrays)  # no plan holds shapes that depend on data
+                return backend.bind_whole(ir.to_proto(ready))(arrays)  # no plan holds shapes that depend on data
             found, _ = run_segment(ir.to_proto(ready), arrays, device)
             return {name: np.asarray(array) for name, array in found.items()}
 

@@ -29,7 +29,7 @@ def test_scatter_nd_adds_every_update(nested: bool) -> None:
     np.add.at(expected, i[:, 0], u)
     backend = BACKENDS["onnxruntime"](threads=4, spin=False)
     for _ in range(3):
-        found = backend.run_whole(model, {"x": x, "i": i, "u": u})["y"]
+        found = backend.bind_whole(model)({"x": x, "i": i, "u": u})["y"]
         np.testing.assert_allclose(found, expected, atol=1e-3)
     backend.close()
 
@@ -47,7 +47,7 @@ def test_of_two_values_for_one_place_the_last_one_stays() -> None:
         expected[place] = value
     backend = BACKENDS["onnxruntime"](threads=4, spin=False)
     for _ in range(3):
-        np.testing.assert_array_equal(backend.run_whole(model, {"x": x, "i": i, "u": u})["y"], expected)
+        np.testing.assert_array_equal(backend.bind_whole(model)({"x": x, "i": i, "u": u})["y"], expected)
     backend.close()
 
 

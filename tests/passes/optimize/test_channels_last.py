@@ -260,7 +260,7 @@ def test_strided_convolutions_of_few_channels_are_computed_over_blocks(name: str
     assert all(set(n.attributes["strides"].as_ints()) == {1} and not any(n.attributes["pads"].as_ints()) for n in taken)
     assert all(n.inputs[0].shape[-1] % 8 == 0 for n in taken), "16 bytes of channels"
     decompose_graph(model.graph, lambda node: False)
-    found = BACKENDS["numpy"](threads=1).run_whole(ir.to_proto(model), feeds)
+    found = BACKENDS["numpy"](threads=1).bind_whole(ir.to_proto(model))(feeds)
     for key, value in of_pytorch(name, feeds).items():
         assert float(np.abs(value).max()) < 2048, "a whole number of half precision"
         np.testing.assert_array_equal(found[key].astype(np.float32), value, err_msg=key)

@@ -1,0 +1,75 @@
+"""Computes what decides the shapes of a step before the step, so that a plan can know them (:mod:`graphc.plan.found_sizes`).
+
+Each set of sizes needs a plan of its own. Where sizes differ from step to step, a backend that can run such shapes unplanned
+does so, more slowly; where they come back, as those of one graph do, they are planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Backend
+from graphc.device import Array, Memory
+from graphc.errors import GraphcError
+from graphc.plan.found_sizes import FoundSizes
+from graphc.training.feeds import check_arrays, key_of_shapes
+
+MOST = 8
+"""Plans of found sizes, where other sizes can run without."""
+
+_REMEMBERED = 4096
+"""Sizes seen once that are remembered."""
+
+
+class SizeFinder:
+    """Finds the sizes of a graph's steps.
+
+    Args:
+        parts: the graph.
+        backend: computes its first part, in the host's memory.
+        memory: where feeds may lie.
+        always: plan all sizes that are found.
+    """
+
+    def __init__(self, parts: FoundSizes, backend: Backend, memory: Memory, *, always: bool) -> None:
+        self._parts, self._memory, self._always = parts, memory, always
+        self._run, self._host_memory = backend.bind_whole(parts.first), backend.memory
+        inputs = (value.type.tensor_type.elem_type for value in parts.first.graph.input)
+        self._inputs = {n: np.empty(0, ir.DataType(t).numpy()) for n, t in zip(parts.feeds, inputs, strict=True)}
+        self._planned: set[tuple[Any, ...]] = set()
+        self._seen: set[tuple[Any, ...]] = set()
+
+    @property
+    def model(self) -> ir.Model:
+        """What is planned."""
+        return self._parts.planned
+
+    def find(self, feeds: Mapping[str, Array]) -> dict[str, Array] | None:
+        """What the first part computes of ``feeds``; None: the step runs without, whose errors name the fault of a feed."""
+        try:
+            given = {name: self._on_host(feeds[name]) for name in self._parts.feeds}
+            found = self._run(check_arrays(given, self._inputs, {}, self._host_memory))
+        except (KeyError, GraphcError):
+            return None
+        key = key_of_shapes({**feeds, **found})
+        return found if self._is_planned(key) else None
+
+    def _on_host(self, feed: Array) -> Array:
+        own = None if isinstance(feed, np.ndarray) else self._memory.adopt(feed)
+        return feed if own is None else self._memory.fetch(own)
+
+    def _is_planned(self, key: tuple[Any, ...]) -> bool:
+        """Whether steps of these sizes have a plan, or get one: the first sizes do, and those that come again."""
+        if self._always or key in self._planned:
+            return True
+        if len(self._planned) < MOST and (not self._planned or key in self._seen):
+            self._planned.add(key)
+            return True
+        if len(self._seen) >= _REMEMBERED:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
