@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphc.ir import DOMAIN
-from graphc.ir.facts import dims, input_of
+from graphc.ir.facts import constant, dims, input_of
 
 VIEWS = frozenset({"Cast", "Identity", "MatchShape", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Transpose"})
 """Ops whose result holds the elements of their operand."""
@@ -20,11 +20,17 @@ VIEWS = frozenset({"Cast", "Identity", "MatchShape", "Reshape", "Squeeze", "Unsq
 
 @dataclass(frozen=True, slots=True)
 class IndexRange:
-    """The range of an index operand: ``low`` ≤ element < ``high``; ``reader`` says who reads it."""
+    """The range of an index operand: ``low`` ≤ element < ``high``.
+
+    Attributes:
+        reader: who reads it.
+        part: of a part of the operand: axis and place, as of the first row of edges; None: of all elements.
+    """
 
     low: int
     high: int
     reader: str
+    part: tuple[int, int] | None = None
 
 
 def behind_views(value: ir.Value | None) -> ir.Value | None:
@@ -32,6 +38,20 @@ def behind_views(value: ir.Value | None) -> ir.Value | None:
     while value is not None and (producer := value.producer()) is not None and producer.op_type in VIEWS:
         value = producer.inputs[0]
     return value
+
+
+def _part_behind_views(value: ir.Value | None) -> tuple[ir.Value | None, tuple[int, int] | None]:
+    """As :func:`behind_views`, also where the elements are those at one place of an axis."""
+    value = behind_views(value)
+    producer = value.producer() if value is not None else None
+    if producer is None or producer.op_type != "Gather" or producer.domain:
+        return value, None
+    place, source = constant(producer.inputs[1]), producer.inputs[0]
+    while source is not None and (before := source.producer()) is not None and before.op_type in ("Cast", "Identity"):
+        source = before.inputs[0]
+    if place is None or place.size != 1:
+        return value, None
+    return source, (producer.attributes.get_int("axis", 0), int(place.reshape(-1)[0]))
 
 
 def index_ranges(graph: ir.Graph) -> dict[str, list[IndexRange]]:
@@ -42,12 +62,12 @@ def index_ranges(graph: ir.Graph) -> dict[str, list[IndexRange]]:
         if known is None:
             continue
         operand, rule = known
-        source = behind_views(node.inputs[operand] if operand < len(node.inputs) else None)
+        source, part = _part_behind_views(node.inputs[operand] if operand < len(node.inputs) else None)
         if source is None or not source.is_graph_input() or source.is_initializer():
             continue
         for low, high in rule(node):
             reader = f"{node.op_type} {node.name!r} on {input_of(node).name!r}"
-            found.setdefault(source.name or "", []).append(IndexRange(low, high, reader))
+            found.setdefault(source.name or "", []).append(IndexRange(low, high, reader, part))
     return found
 
 
@@ -137,5 +157,15 @@ INDEX_OPERANDS: Mapping[str, tuple[int, Rule]] = {
 }
 """Op → its operand of indices or lengths, and the rule for their range."""
 
-_OWN: Mapping[str, tuple[int, Rule]] = {"RecurrentTraining": (3, _lengths(lambda node: 0))}
+
+def _rows_of_result(node: ir.Node) -> Iterator[tuple[int, int]]:
+    size = (dims(node.outputs[0]) or (None,))[0]
+    if isinstance(size, int):
+        yield -size, size
+
+
+_OWN: Mapping[str, tuple[int, Rule]] = {
+    "GatherGrad": (1, _rows_of_result),
+    "RecurrentTraining": (3, _lengths(lambda node: 0)),
+}
 """The same for ``graphc`` ops that take the place of such an op."""

@@ -131,14 +131,29 @@ def _check_indices(name: str, array: Array, ranges: Sequence[IndexRange]) -> Non
     """Raise FeedError for the first element outside one of the ranges."""
     if not isinstance(array, np.ndarray) or array.size == 0 or array.dtype.kind not in "iu":
         return
-    least, most = int(array.min()), int(array.max())
+    limits = {part: _limits(array, part) for part in {range_.part for range_ in ranges}}
     for range_ in ranges:
+        least, most = limits[range_.part]
         if least < range_.low or most >= range_.high:
-            where = tuple(int(i) for i in np.argwhere((array < range_.low) | (array >= range_.high))[0])
+            outside = (array < range_.low) | (array >= range_.high)
+            if range_.part is not None:
+                axis, place = range_.part
+                kept = np.zeros(array.shape, bool)
+                np.moveaxis(kept, axis, 0)[place] = True
+                outside &= kept
+            where = tuple(int(i) for i in np.argwhere(outside)[0])
             raise FeedError(
                 f"{int(array[where])} at {name}{list(where)} is outside {range_.low} … {range_.high - 1}, the range of the"
                 f" indices or lengths that {range_.reader} takes"
             )
+
+
+def _limits(array: Array, part: tuple[int, int] | None) -> tuple[int, int]:
+    """The least and the largest element of an array, or of one place of an axis of it."""
+    if part is not None:
+        array = np.moveaxis(array, part[0], 0)
+        array = array[part[1]] if -len(array) <= part[1] < len(array) else array[:0]
+    return (int(array.min()), int(array.max())) if array.size else (0, -1)
 
 
 def converted(array: Array, dtype: np.dtype[Any], what: str) -> Array:

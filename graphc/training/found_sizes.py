@@ -32,11 +32,13 @@ class SizeFinder:
         parts: the graph.
         backend: computes its first part, in the host's memory.
         memory: where feeds may lie.
+
+    Attributes:
         always: plan all sizes that are found.
     """
 
     def __init__(self, parts: FoundSizes, backend: Backend, memory: Memory, *, always: bool) -> None:
-        self._parts, self._memory, self._always = parts, memory, always
+        self._parts, self._memory, self.always = parts, memory, always
         self._run, self._host_memory = backend.bind_whole(parts.first), backend.memory
         inputs = (value.type.tensor_type.elem_type for value in parts.first.graph.input)
         self._inputs = {n: np.empty(0, ir.DataType(t).numpy()) for n, t in zip(parts.feeds, inputs, strict=True)}
@@ -64,7 +66,7 @@ class SizeFinder:
 
     def _is_planned(self, key: tuple[Any, ...]) -> bool:
         """Whether steps of these sizes have a plan, or get one: the first sizes do, and those that come again."""
-        if self._always or key in self._planned:
+        if self.always or key in self._planned:
             return True
         if len(self._planned) < MOST and (not self._planned or key in self._seen):
             self._planned.add(key)

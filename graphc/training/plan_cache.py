@@ -14,7 +14,7 @@ from graphc.compiler import Program, collection_paused
 from graphc.device import Array, Run
 from graphc.distributed.collective_proof import prove_collectives
 from graphc.distributed.groups import Groups
-from graphc.errors import DeviceMemoryError, WorldError
+from graphc.errors import DataDependentShapeError, DeviceMemoryError, WorldError
 from graphc.ir.ops.losses import label_checks, symbolic_classes
 from graphc.plan.found_sizes import split_at_found_sizes
 from graphc.plan.group_places import CollectiveEvent, collective_events
@@ -93,8 +93,17 @@ class PlanCache:
     def _executor(self, feeds: Mapping[str, Array], model: ir.Model, plans: dict[tuple[Any, ...], Executor]) -> Executor:
         finder = self._finder(model)
         self._found = (finder.find(feeds) if finder is not None else None) or {}
-        if finder is not None and self._found:
-            feeds, model = {**feeds, **self._found}, finder.model
+        if finder is None or not self._found:
+            try:
+                return self._planned(feeds, model, plans)
+            except DataDependentShapeError:
+                if finder is None or finder.always:
+                    raise
+                finder.always = True  # nothing can run these shapes unplanned
+                return self._executor(feeds, model, plans)
+        return self._planned({**feeds, **self._found}, finder.model, plans)
+
+    def _planned(self, feeds: Mapping[str, Array], model: ir.Model, plans: dict[tuple[Any, ...], Executor]) -> Executor:
         key = key_of_shapes(feeds)
         found = plans.get(key)
         if found is None:

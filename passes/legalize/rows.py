@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.facts import dims, input_of, is_zero, rank
+from graphc.ir.facts import constant, dims, input_of, is_zero, rank
 
 INDEXED = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 """The ops that :func:`by_rows` looks at."""
@@ -40,7 +40,9 @@ def by_rows(op: Builder, node: ir.Node) -> ir.Value | None:
     if node.op_type == "GatherElements":
         return op.Gather(data, index, axis=axis)  # type: ignore[no-any-return]
     updates, reduction = input_of(node, 2), node.attributes.get_string("reduction", "none")
-    if data.dtype not in _FLOATS:
+    if data.dtype not in _FLOATS or (
+        reduction == "none" and constant(_expanded(indices)) is not None
+    ):  # boxes writes that as a choice
         return None
     order = [axis, *(k for k in range(len(shape)) if k != axis)]
     if axis:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import graphc  # noqa: E402
 from graphc.distributed.threads import run_threads  # noqa: E402
-from graphc.errors import DataDependentShapeError  # noqa: E402
+from graphc.errors import DataDependentShapeError, GraphcError  # noqa: E402
 from tests.tiers import params  # noqa: E402
 
 F = torch.nn.functional
@@ -135,20 +135,67 @@ def test_the_batch_norm_of_chosen_rows() -> None:
         np.testing.assert_allclose(trained[name], value.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_a_collective_in_between_is_refused_with_what_to_do() -> None:
-    class Norm(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+def test_sizes_that_come_back_are_planned_and_others_run_without() -> None:
+    torch.manual_seed(0)
+    module, x = Graph(), torch.randn(10, 8)
+    nodes = torch.arange(32) % 4
+    kinds = [torch.stack([nodes, (nodes + (torch.arange(32) <= n)) % 4]) for n in range(12)]  # of n + 1 edges and 31 - n loops
+    batches = [(x, kinds[k]) for k in (0, 0, 1, 1, 1, *range(2, 12), 0, 1)]
+    with graphc.Trainer(compiled(module, batches[0])) as trainer:
+        found = [trainer.step({"x": x.numpy(), "edges": edges.numpy()})["loss"] for _, edges in batches]
+        assert len(trainer.plans.training) == 3  # of the first sizes, of those that come again, and one for all others
+    np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=1e-5)
 
-        def forward(self, x: Any, mask: Any) -> Any:
-            return (self.norm(self.first(x))[mask] ** 2).mean() + self.norm(self.first(x)[mask]).sum()
 
-    program = compiled(Norm(), (torch.randn(6, 8), torch.ones(6).bool()), sync_batchnorm=True)
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+def test_an_edge_to_no_node_is_named(backend: str) -> None:
+    module, x, edges = Graph(), torch.randn(10, 8), torch.randint(0, 10, (2, 30))
+    with graphc.Trainer(compiled(module, (x, edges), backend=backend)) as trainer:
+        trainer.step({"x": x.numpy(), "edges": edges.numpy()})
+        before = trainer.state_sha256()
+        edges[0, 7] = 10
+        with pytest.raises(GraphcError, match="10") as error:
+            trainer.step({"x": x.numpy(), "edges": edges.numpy()})
+        assert "edges" in str(error.value)
+        assert trainer.state_sha256() == before
+
+
+class Norm(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A BatchNormalization before and after rows are chosen, by what is fed or by what the layer computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        return (self.norm(self.first(x))[self.chosen(x, mask)] ** 2).mean() + self.norm(self.first(x)[mask]).sum()
+
+    def chosen(self, x: Any, mask: Any) -> Any:
+        return mask
+
+
+class Choosing(Norm):
+    def chosen(self, x: Any, mask: Any) -> Any:
+        return self.first(x)[:, 0] > 0
+
+
+def train_with_common_statistics(module: Any) -> None:
+    program = compiled(module, (torch.randn(6, 8), torch.ones(6).bool()), sync_batchnorm=True)
 
     def work(comm: Any) -> None:
         with graphc.Trainer(program, comm=comm, threads=1) as trainer:
-            trainer.step({"x": np.ones((6, 8), np.float32), "mask": np.ones(6, bool)})
+            for chosen in (6, 6, 4, 5):
+                x = rng.standard_normal((6, 8)).astype(np.float32)
+                assert np.isfinite(trainer.step({"x": x, "mask": np.arange(6) < chosen})["loss"])
 
+    rng = np.random.default_rng(0)
+    run_threads(2, work)
+
+
+def test_a_collective_between_rows_that_a_feed_chooses() -> None:
+    train_with_common_statistics(Norm())
+
+
+def test_a_collective_between_rows_that_weights_choose_is_refused_with_what_to_do() -> None:
     with pytest.raises(DataDependentShapeError, match="weigh them by 0 or 1"):
-        run_threads(2, work)
+        train_with_common_statistics(Choosing())
