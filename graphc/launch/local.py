@@ -37,7 +37,7 @@ from graphc.errors import GraphcError, MissingExtraError, PeerError, UsageError,
 from graphc.launch.folders import job_folder
 from graphc.launch.loopback_bind import confine
 from graphc.launch.processes import kill_all
-from graphc.launch.signals import interruption, termination_interrupts
+from graphc.launch.signals import ending, interruption, signals_noted, termination_interrupts
 from graphc.launch.supervisor import Supervisor
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -116,42 +116,38 @@ def find_mpiexec() -> Path:
 
 def _launch_processes(workers: int, argv: list[str], env: Mapping[str, str], keep_going: bool, *, over_tcp: bool) -> int:
     mpiexec = None if over_tcp else find_mpiexec()
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(termination_interrupts())
-            directory = stack.enter_context(job_folder())
-            shared = directory if over_tcp else stack.enter_context(_shared_folder(workers, directory))
-            board = StatusBoard.create(directory / BOARD_FILE, workers)
-            pipes = {
-                (stream, rank): directory / f"{stream}-{rank}" for stream in ("stdout", "stderr") for rank in range(workers)
-            }
-            for path in pipes.values():
-                os.mkfifo(path)
-            if keep_going:
-                env = {KEEP_GOING: "1", **env}
-            version = None if mpiexec is None else open_mpi_version(mpiexec)
-            environment = worker_environment(workers, env, directory, shared, version)
-            command = [sys.executable, "-P", "-m", "graphc.launch.spawn", str(workers), *argv]
-            if mpiexec is not None:
-                worker = confine([sys.executable, "-P", "-m", "graphc.launch.entry", *argv], environment, directory)
-                command = [*_mpi_command(mpiexec, version, workers, keep_going), *worker]
-            try:
-                process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the workers in order
-                )
-                return Supervisor(process, board, pipes, float(env[DEADLINE]), directory).run()
-            except BaseException:
-                kill_all(directory)
-                raise
-    except KeyboardInterrupt as end:  # before the workers were supervised, or after
-        what, code = interruption(end)
-        print(f"graphc: stopped by {what}; the workers were stopped", file=sys.stderr)
-        return code
+    with signals_noted() as noted, contextlib.ExitStack() as stack:
+        directory = stack.enter_context(job_folder())
+        shared = directory if over_tcp else stack.enter_context(_shared_folder(workers, directory))
+        board = StatusBoard.create(directory / BOARD_FILE, workers)
+        pipes = {(stream, rank): directory / f"{stream}-{rank}" for stream in ("stdout", "stderr") for rank in range(workers)}
+        for path in pipes.values():
+            os.mkfifo(path)
+        if keep_going:
+            env = {KEEP_GOING: "1", **env}
+        version = None if mpiexec is None else open_mpi_version(mpiexec)
+        environment = worker_environment(workers, env, directory, shared, version)
+        command = [sys.executable, "-P", "-m", "graphc.launch.spawn", str(workers), *argv]
+        if mpiexec is not None:
+            worker = confine([sys.executable, "-P", "-m", "graphc.launch.entry", *argv], environment, directory)
+            command = [*_mpi_command(mpiexec, version, workers, keep_going), *worker]
+        if noted:
+            what, code = ending(noted[0])
+            print(f"graphc: stopped by {what}; no worker had been started", file=sys.stderr)
+            return code
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches only the launcher, which ends the workers in order
+            )
+            return Supervisor(process, board, pipes, float(env[DEADLINE]), directory).run(noted)
+        except BaseException:
+            kill_all(directory)
+            raise
 
 
 @contextlib.contextmanager

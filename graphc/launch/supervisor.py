@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
 
@@ -20,7 +20,7 @@ from graphc.distributed.health.hang_report import join_ranks, waits_between_stag
 from graphc.distributed.health.status_board import RankState, RankStatus, StatusBoard
 from graphc.distributed.health.watchdog import is_alive, is_stopped
 from graphc.launch.processes import kill_all, rank_processes
-from graphc.launch.signals import ending, signals_noted
+from graphc.launch.signals import ending
 
 TICK = 0.05  # seconds between looks at the board
 PARTIAL = 0.1  # seconds after which an unfinished line (a progress bar) is shown
@@ -118,25 +118,28 @@ class Supervisor:
         self._failed_at: float | None = None
         self._signalled = False
 
-    def run(self) -> int:
-        """Wait for the end of the run, or for a signal to end it; return the exit code."""
-        with signals_noted() as noted:
-            try:
-                while self.process.poll() is None and not self._verdict and not noted:
-                    self._forward()
-                    self._look()
-                if noted and self.process.returncode is None:
-                    what, code = ending(noted[0])
-                    self._end_all()
-                    print(f"graphc: stopped by {what}{self._last_step()}; the workers were stopped", file=sys.stderr)
-                    return code
-            finally:
-                if self.process.returncode != 0:
-                    self._end_all()
+    def run(self, noted: Sequence[int] = ()) -> int:
+        """Wait for the end of the run; return the exit code.
+
+        Args:
+            noted: signals that have come, which end the run (:func:`graphc.launch.signals.signals_noted`).
+        """
+        try:
+            while self.process.poll() is None and not self._verdict and not noted:
                 self._forward()
-                for stream in self._streams:
-                    stream.flush()
-                    os.close(stream.descriptor)
+                self._look()
+            if noted and self.process.returncode is None:
+                what, code = ending(noted[0])
+                self._end_all()
+                print(f"graphc: stopped by {what}{self._last_step()}; the workers were stopped", file=sys.stderr)
+                return code
+        finally:
+            if self.process.returncode != 0:
+                self._end_all()
+            self._forward()
+            for stream in self._streams:
+                stream.flush()
+                os.close(stream.descriptor)
         return self._report()
 
     def _last_step(self) -> str:
