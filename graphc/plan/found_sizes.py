@@ -4,23 +4,44 @@
     after   part that is computed first, of the feeds alone:  found = NonZero(mask)
             part that is planned, by the shape of ``found`` too:  Gather(x, found)
 
-A mask that is fed and a graph network that adds loops to the edges that it is fed make such shapes. What depends on weights
-stays in the planned part (:mod:`graphc.plan.dynamic_shapes`).
+    before  ConstantOfShape(ReduceMax(graph) + 1), one row for each graph of a batch
+    after   part that is computed first:  count = ReduceMax(graph) + 1
+            part that is planned, for each value of ``count``:  ConstantOfShape(count)
+
+Masks that are fed, graph networks that add loops to their edges or pool the nodes of each graph, and layers that cut a batch to
+its longest sample make such shapes. What depends on weights stays in the planned part (:mod:`graphc.plan.dynamic_shapes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
 
-from graphc.ir.facts import constant
+from graphc.device import Array
+from graphc.ir.facts import constant, dims
 from graphc.ir.serialize import to_proto
 
 _FINDING = frozenset({"NonZero", "Compress", "Unique"})
 """Ops whose results have shapes that depend on what they read."""
+
+
+_DECIDING: Mapping[str, Sequence[int]] = {
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "GatherElementsGrad": (2,),
+    "GatherGrad": (2,),
+    "OneHot": (1,),
+    "Pad": (1,),
+    "Range": (0, 1, 2),
+    "Reshape": (1,),
+    "Slice": (1, 2),
+    "Tile": (1,),
+    "TopK": (1,),
+}
+"""Op → its operands whose values decide the shape of its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,46 +52,84 @@ class FoundSizes:
         first: computes the values that the second part takes as inputs besides the feeds.
         feeds: the names that it reads.
         planned: the second part.
+        constants: those of its inputs whose values a plan is for, not only their shapes.
     """
 
     first: onnx.ModelProto
     feeds: tuple[str, ...]
     planned: ir.Model
+    constants: frozenset[str]
+
+    def bound(self, found: Mapping[str, Array]) -> ir.Model:
+        """The second part for what was found."""
+        if not self.constants:
+            return self.planned
+        model = self.planned.clone()
+        for value in [v for v in model.graph.inputs if v.name in self.constants]:
+            model.graph.inputs.remove(value)
+            value.const_value = ir.tensor(found[value.name or ""], name=value.name)
+            value.shape = ir.Shape(found[value.name or ""].shape)
+            model.graph.initializers[value.name or ""] = value
+        return model
 
 
 def split_at_found_sizes(model: ir.Model) -> FoundSizes | None:
     """The two parts of ``model``, which stays as it is; None: no shape depends on the contents of feeds alone."""
-    if not any(_finds(node) for node in model.graph):
-        return None
     planned = model.clone()
     graph = planned.graph
-    from_feeds = _from_feeds(graph)
+    from_feeds, read = _from_feeds(graph)
     found = [out for node in graph if _finds(node) and node in from_feeds for out in node.outputs if out.uses()]
-    if not found:
+    deciding = [v for node in graph for v in _operands_that_decide(node) for v in _found_behind(v, from_feeds, read)]
+    constants = [v for v in dict.fromkeys(deciding) if v not in found]
+    if not found and not constants:
         return None
-    first, feeds = _first_part(model, [value.name or "" for value in found])
-    for k, value in enumerate(found):
+    cut = [*found, *constants]
+    first, feeds = _first_part(model, [value.name or "" for value in cut])
+    for k, value in enumerate(cut):
         new = ir.Value(name=value.name, shape=_sized(value, k), type=value.type)
         value.name = f"{value.name}.computed"
         value.replace_all_uses_with(new)
         graph.inputs.append(new)
     _remove_unused([node for node in graph if node in from_feeds], graph)
-    return FoundSizes(first, feeds, planned)
+    return FoundSizes(first, feeds, planned, frozenset(v.name.removesuffix(".computed") for v in constants if v.name))
+
+
+def _operands_that_decide(node: ir.Node) -> Iterable[ir.Value]:
+    places = _DECIDING.get(node.op_type, ())
+    return [v for k, v in enumerate(node.inputs) if k in places and v is not None]
+
+
+def _found_behind(value: ir.Value, from_feeds: set[ir.Node], read: set[ir.Value]) -> list[ir.Value]:
+    """The numbers that the contents of feeds decide, of which ``value`` is made."""
+    producer = value.producer()
+    if producer is None or producer.op_type in _SIZES or value.dtype not in _INDICES:
+        return []
+    if producer in from_feeds:
+        return [value] if value in read and len(dims(value) or (0, 0)) <= 1 else []
+    return [v for operand in producer.inputs if operand is not None for v in _found_behind(operand, from_feeds, read)]
+
+
+_SIZES = frozenset({"Shape", "Size"})
+
+_INDICES = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 def _finds(node: ir.Node) -> bool:
     return node.domain == "" and node.op_type in _FINDING
 
 
-def _from_feeds(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes of standard ops, without bodies, that depend on feeds and constants alone."""
+def _from_feeds(graph: ir.Graph) -> tuple[set[ir.Node], set[ir.Value]]:
+    """The nodes of standard ops, without bodies, that depend on feeds and constants alone; values that depend on contents."""
     known: set[ir.Node] = set()
+    read = {v for v in graph.inputs if not v.is_initializer()}
     for node in graph:
         operands = [v for v in node.inputs if v is not None]
         plain = node.domain == "" and not any(a.type in _BODIES for a in node.attributes.values())
         if plain and node.op_type not in _DRAWS and all(_is_known(v, known) for v in operands):
             known.add(node)
-    return known
+            if node.op_type not in _SIZES and not read.isdisjoint(operands):
+                read.update(node.outputs)
+    return known, read
 
 
 _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)

@@ -45,10 +45,9 @@ class SizeFinder:
         self._planned: set[tuple[Any, ...]] = set()
         self._seen: set[tuple[Any, ...]] = set()
 
-    @property
-    def model(self) -> ir.Model:
-        """What is planned."""
-        return self._parts.planned
+    def bound(self, found: Mapping[str, Array]) -> tuple[ir.Model, dict[str, Array]]:
+        """What is planned for what was found, and which of it is fed to that."""
+        return self._parts.bound(found), {n: array for n, array in found.items() if n not in self._parts.constants}
 
     def find(self, feeds: Mapping[str, Array]) -> dict[str, Array] | None:
         """What the first part computes of ``feeds``; None: the step runs without, whose errors name the fault of a feed."""
@@ -57,8 +56,12 @@ class SizeFinder:
             found = self._run(check_arrays(given, self._inputs, {}, self._host_memory))
         except (KeyError, GraphcError):
             return None
-        key = key_of_shapes({**feeds, **found})
-        return found if self._is_planned(key) else None
+        return found if self._is_planned(self.key(feeds, found)) else None
+
+    def key(self, feeds: Mapping[str, Array], found: Mapping[str, Array]) -> tuple[Any, ...]:
+        """Key of the plan: all shapes, and the values of what decides others."""
+        values = [(name, array.tobytes()) for name, array in sorted(found.items()) if name in self._parts.constants]
+        return (*key_of_shapes({**feeds, **found}), *values)
 
     def _on_host(self, feed: Array) -> Array:
         own = None if isinstance(feed, np.ndarray) else self._memory.adopt(feed)

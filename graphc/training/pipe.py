@@ -64,9 +64,8 @@ class StagePlans(PlanCache):
         return State(self.share.model, place, mesh.data, self._backend.memory, self._groups)
 
     @collection_paused()
-    def _bind(self, feeds: Mapping[str, Array], model: ir.Model) -> Any:
+    def _bind(self, feeds: Mapping[str, Array], model: ir.Model, *, trains: bool) -> Any:
         shapes, rank, mesh = check_feed_names(feeds, model.graph), self._comm.rank, self._groups.mesh
-        trains = model is self._program.model
         owners = None if trains else self.share.stages
         guarded = self.check and trains and not self._backend.memory.on_host
         plan = make_plan(model, shapes, self._backend, rank=rank, guarded=guarded, mesh=mesh, pipe=self.pipe, owners=owners)

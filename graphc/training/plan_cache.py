@@ -92,23 +92,23 @@ class PlanCache:
 
     def _executor(self, feeds: Mapping[str, Array], model: ir.Model, plans: dict[tuple[Any, ...], Executor]) -> Executor:
         finder = self._finder(model)
-        self._found = (finder.find(feeds) if finder is not None else None) or {}
-        if finder is None or not self._found:
-            try:
-                return self._planned(feeds, model, plans)
-            except DataDependentShapeError:
-                if finder is None or finder.always:
-                    raise
-                finder.always = True  # nothing can run these shapes unplanned
-                return self._executor(feeds, model, plans)
-        return self._planned({**feeds, **self._found}, finder.model, plans)
-
-    def _planned(self, feeds: Mapping[str, Array], model: ir.Model, plans: dict[tuple[Any, ...], Executor]) -> Executor:
-        key = key_of_shapes(feeds)
-        found = plans.get(key)
-        if found is None:
-            found = plans[key] = self._bind(feeds, model)
-        return found
+        self._found = found = (finder.find(feeds) if finder is not None else None) or {}
+        key = finder.key(feeds, found) if finder is not None and found else key_of_shapes(feeds)
+        executor, trains = plans.get(key), plans is self.training
+        if executor is not None:
+            return executor
+        if finder is not None and found:
+            part, fed = finder.bound(found)
+            plans[key] = executor = self._bind({**feeds, **fed}, part, trains=trains)
+            return executor
+        try:
+            plans[key] = executor = self._bind(feeds, model, trains=trains)
+        except DataDependentShapeError:
+            if finder is None or finder.always:
+                raise
+            finder.always = True  # nothing can run these shapes unplanned
+            return self._executor(feeds, model, plans)
+        return executor
 
     def _finder(self, model: ir.Model) -> SizeFinder | None:
         """What finds the sizes of a graph whose shapes depend on the contents of feeds; None: they do not."""
@@ -123,8 +123,8 @@ class PlanCache:
 
     def checked(self, executor: Executor, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Convert the feeds for which ``executor`` was looked up, and check the labels; FeedError if that fails."""
-        if self._found and self._found.keys() <= executor.inputs.keys():
-            feeds = {**feeds, **self._found}
+        if self._found:
+            feeds = {**feeds, **{name: array for name, array in self._found.items() if name in executor.inputs}}
         arrays = check_arrays(feeds, executor.inputs, self._labels, self._backend.memory, executor.index_ranges)
         if self._classes:
             check_sample_labels(arrays, self._program.model.graph, self._classes)
@@ -152,11 +152,11 @@ class PlanCache:
             raise explain_state(self._program, self._available, self._backend.name) from error
 
     @collection_paused()
-    def _bind(self, feeds: Mapping[str, Array], model: ir.Model) -> Executor:
+    def _bind(self, feeds: Mapping[str, Array], model: ir.Model, *, trains: bool) -> Executor:
         shapes, rank, size = check_feed_names(feeds, model.graph), self._comm.rank, self._comm.size
         guarded = self.check and not self._backend.memory.on_host
         plan = make_plan(model, shapes, self._backend, world_size=size, rank=rank, guarded=guarded, mesh=self._groups.mesh)
-        if model is not self._program.inference and model is not self._evaluated():
+        if trains:
             self._compare_collectives(plan)
         comm, groups = (self._comm, self._groups) if size > 1 else (None, None)
         taken = self._left - (self._backend.memory.available() or 0)  # by other plans, and what their kernels loaded
@@ -169,10 +169,6 @@ class PlanCache:
             _release(error)
             case = Case(model, shapes, self._batched, plan.mesh, rank, self._available - max(0, taken), self._program)
             raise explain(case, plan, self._backend.name, error) from error
-
-    def _evaluated(self) -> ir.Model | None:
-        finder = self._finders.get(False)
-        return finder.model if finder is not None else None
 
     def _events(self, plan: Plan) -> list[CollectiveEvent]:
         """The collectives of a step."""
