@@ -58,6 +58,8 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "place of the median": lambda x: x * x.median(1, keepdim=True)[1],
     "median of columns": lambda x: x.median(0)[0],
     "median of all": lambda x: x.median(),
+    "stable sort": lambda x: x.sort(dim=1, stable=True)[0] * x,
+    "places of a stable sort": lambda x: x * x.round().argsort(dim=0, descending=True, stable=True),
     "searchsorted": lambda x: x * torch.searchsorted(ENDS, x),
     "searchsorted from the right": lambda x: x * torch.searchsorted(ENDS.expand(4, 5).contiguous(), x.round(), right=True),
     **{

@@ -60,6 +60,11 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         (aten.cummax.default, _running_extreme("Greater", -math.inf), {"x": X, "dim": int}),
         (aten.cummin.default, _running_extreme("Less", math.inf), {"x": X, "dim": int}),
         (aten.kthvalue.default, _kth_value, {"x": X, "k": int, **numbers}),
+        (
+            aten.sort.stable,
+            _stable_sort,
+            {"x": TReal, "stable": Optional[bool], "dim": int, "descending": bool, "return": TReal},  # noqa: UP045
+        ),
         (aten.median.dim, _median, {"x": X, **numbers}),
         (aten.median.default, _median_of_all, {"x": X}),
         (aten.searchsorted.Tensor, _search_sorted, {"ends": X, "x": X, "out_int32": bool, "right": bool, "side": str | None}),
@@ -247,6 +252,13 @@ def _smallest(x: Any, k: Any, axis: int) -> tuple[Any, Any]:
     last = op.Sub(k, op.Constant(value_ints=[1]))
     values, places = op.TopK(x, k, axis=axis, largest=0, sorted=1)
     return op.Gather(values, last, axis=axis), op.Gather(places, last, axis=axis)
+
+
+def _stable_sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """Of equal elements TopK takes the first one first."""
+    from onnxscript.function_libs.torch_lib.ops import core
+
+    return core.aten_sort(x, dim, descending)
 
 
 def _kth_value(x: Any, k: int, dim: int = -1, keepdim: bool = False) -> Any:
