@@ -54,7 +54,7 @@ class CupyBackend(Backend):
 
     name = "cupy"
     alignment = ALIGNMENT
-    rewrites = "flash_attention,channels_last"
+    rewrites = "rows,flash_attention,channels_last"
     state_rewrites = "master_weights{low_gradients=false,vectors=false}"
 
     def __init__(

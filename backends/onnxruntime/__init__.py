@@ -95,7 +95,7 @@ class OnnxRuntimeBackend(Backend):
     name = "onnxruntime"
     unknown_sizes = True
     # an Einsum that is no product before its sizes are known may be one afterwards
-    rewrites = f"einsum,permuted_products{{narrowest={NARROWEST}}}"
+    rewrites = f"rows,einsum,permuted_products{{narrowest={NARROWEST}}}"
 
     def __init__(
         self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False, bf16_products: bool = False

@@ -21,6 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.device import Array
+from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, dims
 from graphc.ir.serialize import to_proto
 
@@ -124,13 +125,17 @@ def _from_feeds(graph: ir.Graph) -> tuple[set[ir.Node], set[ir.Value]]:
     read = {v for v in graph.inputs if not v.is_initializer()}
     for node in graph:
         operands = [v for v in node.inputs if v is not None]
-        plain = node.domain == "" and not any(a.type in _BODIES for a in node.attributes.values())
-        if plain and node.op_type not in _DRAWS and all(_is_known(v, known) for v in operands):
+        plain = node.domain == "" or node.op_type in _DECOMPOSED
+        bodies = any(a.type in _BODIES for a in node.attributes.values())
+        if plain and not bodies and node.op_type not in _DRAWS and all(_is_known(v, known) for v in operands):
             known.add(node)
             if node.op_type not in _SIZES and not read.isdisjoint(operands):
                 read.update(node.outputs)
     return known, read
 
+
+_DECOMPOSED = frozenset({"GatherElementsGrad", "GatherGrad"})
+"""Ops of graphc that the part computed first may have: sums at indices, as of the degrees of a graph's nodes."""
 
 _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
@@ -156,6 +161,7 @@ def _first_part(model: ir.Model, names: list[str]) -> tuple[onnx.ModelProto, tup
         graph.inputs.remove(value)
     for name in [name for name, v in graph.initializers.items() if not v.uses()]:
         del graph.initializers[name]
+    decompose_graph(graph, lambda node: False)
     return to_proto(part), tuple(v.name or "" for v in graph.inputs)
 
 

@@ -28,6 +28,8 @@ _FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE})
 def by_rows(op: Builder, node: ir.Node) -> ir.Value | None:
     """The result of a gather or scatter whose indices are the same for a whole row; None: they are not, or not seen to be."""
     data, indices = input_of(node, 0), input_of(node, 1)
+    if node.op_type == "GatherElementsGrad":
+        return _gradient(op, node, indices)
     if node.op_type in ("GatherND", "ScatterND"):
         return _of_tuples(op, node, data, indices)
     shape = dims(data)
@@ -49,6 +51,13 @@ def by_rows(op: Builder, node: ir.Node) -> ir.Value | None:
         data, updates = op.Transpose(data, perm=order), op.Transpose(updates, perm=order)
     made = scatter_rows(op, data, index, updates, reduction)
     return op.Transpose(made, perm=[int(k) for k in np.argsort(order)]) if axis else made
+
+
+def _gradient(op: Builder, node: ir.Node, indices: ir.Value) -> ir.Value | None:
+    """The same of the gradient of a GatherElements along the first axis."""
+    shape = dims(node.outputs[0])
+    index = _index_of_rows(op, indices, shape, 0) if shape and not node.attributes.get_int("axis", 0) else None
+    return op.graphc.GatherGrad(input_of(node), index, input_of(node, 2)) if index is not None else None
 
 
 def _of_tuples(op: Builder, node: ir.Node, data: ir.Value, indices: ir.Value) -> ir.Value | None:

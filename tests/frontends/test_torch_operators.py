@@ -58,6 +58,8 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "place of the median": lambda x: x * x.median(1, keepdim=True)[1],
     "median of columns": lambda x: x.median(0)[0],
     "median of all": lambda x: x.median(),
+    "one number put where a mask says": lambda x: x.index_put((x > 0.3,), torch.tensor(0.5)) * x,
+    "one number put in columns": lambda x: x.clone().index_put_((None, x[0] > 0), torch.ones(1), accumulate=True) * x,
     "stable sort": lambda x: x.sort(dim=1, stable=True)[0] * x,
     "places of a stable sort": lambda x: x * x.round().argsort(dim=0, descending=True, stable=True),
     "searchsorted": lambda x: x * torch.searchsorted(ENDS, x),

@@ -101,7 +101,7 @@ def scatter_rows(k: Binding) -> Run:
     (x, indices, updates), (y,) = given(k.inputs, 3), given(k.outputs, 1)
     flat, failed, parts = y.reshape(y.shape[0], -1), np.zeros(1, dtype=np.int64), min(k.pool.threads, y.shape[0])
     arguments = (x.reshape(flat.shape), indices.reshape(-1), updates.reshape(-1, flat.shape[1]), flat)
-    code = _REDUCTIONS[str(k.attributes["reduction"])]
+    code = _REDUCTIONS[str(k.attributes.get("reduction", "none"))]
     run = k.pool.bind(_scatter_rows, (*arguments, code, parts, failed), parts)
     return _with_range_check(k, run, indices, y.shape[0], failed)
 
