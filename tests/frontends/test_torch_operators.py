@@ -40,6 +40,12 @@ def attended(x: Any, *lead: int, mask: Any = None, **options: Any) -> Any:
     return F.scaled_dot_product_attention(queries.reshape(-1, *lead, 6, 1), keys, keys * 2, mask, **options)
 
 
+def _with_columns(x: Any, mask: Any, number: float) -> Any:
+    changed = x.clone()
+    changed[:, mask] = number
+    return changed
+
+
 OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "squeeze of an axis that is longer": lambda x: x.squeeze(1) + x.unsqueeze(1).squeeze(1),
     "squeeze of several axes": lambda x: x.unsqueeze(1).squeeze((0, 1)),
@@ -59,7 +65,7 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "median of columns": lambda x: x.median(0)[0],
     "median of all": lambda x: x.median(),
     "one number put where a mask says": lambda x: x.index_put((x > 0.3,), torch.tensor(0.5)) * x,
-    "one number put in columns": lambda x: x.clone().index_put_((None, x[0] > 0), torch.ones(1), accumulate=True) * x,
+    "one number put in columns": lambda x: _with_columns(x, x[0] > 0, 0.7) * x,
     "stable sort": lambda x: x.sort(dim=1, stable=True)[0] * x,
     "places of a stable sort": lambda x: x * x.round().argsort(dim=0, descending=True, stable=True),
     "searchsorted": lambda x: x * torch.searchsorted(ENDS, x),
