@@ -42,9 +42,8 @@ def by_rows(op: Builder, node: ir.Node) -> ir.Value | None:
     if node.op_type == "GatherElements":
         return op.Gather(data, index, axis=axis)  # type: ignore[no-any-return]
     updates, reduction = input_of(node, 2), node.attributes.get_string("reduction", "none")
-    if data.dtype not in _FLOATS or (
-        reduction == "none" and constant(_expanded(indices)) is not None
-    ):  # boxes writes that as a choice
+    box = reduction == "none" and constant(_expanded(indices)) is not None  # the pass boxes writes it as a choice
+    if box or data.dtype not in _FLOATS:
         return None
     order = [axis, *(k for k in range(len(shape)) if k != axis)]
     if axis:

@@ -11,15 +11,25 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphc.errors import counted
+from graphc.gradient import key_of
+from graphc.ir.builder import Builder
 from graphc.passes.legalize.rows import INDEXED, by_rows
-from graphc.passes.optimize.simplify import replace_each
+from graphc.passes.optimize.simplify import dead_code_elimination, replace
 from graphc.pipeline import Context, graph_pass
+
+_REPLACED = INDEXED | {"graphc::GatherElementsGrad"}
 
 
 @graph_pass("rows", requires=("legalize",), changes="form")
 def rows(model: ir.Model, ctx: Context) -> bool:
     """Replace every gather and scatter of whole rows by one that reads an index for each."""
-    count = replace_each(model.graph, INDEXED, by_rows)
+    graph = model.graph
+    op, count = Builder(graph), 0
+    for node in [node for node in graph if key_of(node.domain, node.op_type) in _REPLACED]:
+        op.before, op.scope = node, node.name or node.op_type
+        made = by_rows(op, node)
+        count += made is not None and replace(graph, op, node.outputs[0], made)
     if count:
+        dead_code_elimination(graph)
         ctx.note(f"rows: {counted(count, 'gather or scatter', 'gathers and scatters')} of whole rows")
     return count > 0
