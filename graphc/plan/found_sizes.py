@@ -21,28 +21,19 @@ import onnx
 import onnx_ir as ir
 
 from graphc.device import Array
+from graphc.ir import OPSET
+from graphc.ir.declare import declaration_of
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, dims
+from graphc.ir.onnx_inference import schema_of
 from graphc.ir.serialize import to_proto
 
 _FINDING = frozenset({"NonZero", "Compress", "Unique"})
 """Ops whose results have shapes that depend on what they read."""
 
 
-_DECIDING: Mapping[str, Sequence[int]] = {
-    "ConstantOfShape": (0,),
-    "Expand": (1,),
-    "GatherElementsGrad": (2,),
-    "GatherGrad": (2,),
-    "OneHot": (1,),
-    "Pad": (1,),
-    "Range": (0, 1, 2),
-    "Reshape": (1,),
-    "Slice": (1, 2),
-    "Tile": (1,),
-    "TopK": (1,),
-}
-"""Op → its operands whose values decide the shape of its result."""
+_DECIDING = frozenset({"shape", "repeats", "starts", "ends", "pads", "k", "depth", "start", "limit", "delta", "sizes", "split"})
+"""Operands whose values decide the shape of a result, by the names that the declarations of ops give them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +87,16 @@ def split_at_found_sizes(model: ir.Model) -> FoundSizes | None:
 
 
 def _operands_that_decide(node: ir.Node) -> Iterable[ir.Value]:
-    places = _DECIDING.get(node.op_type, ())
-    return [v for k, v in enumerate(node.inputs) if k in places and v is not None]
+    if node.domain == "" and node.op_type == "ConstantOfShape":
+        return [v for v in node.inputs if v is not None]
+    return [v for v, name in zip(node.inputs, _operand_names(node), strict=False) if v is not None and name in _DECIDING]
+
+
+def _operand_names(node: ir.Node) -> Sequence[str]:
+    declaration = declaration_of(node)
+    schema = schema_of(node.op_type, OPSET, node.domain) if declaration is None else None
+    formals = declaration.inputs if declaration is not None else schema.inputs if schema is not None else ()
+    return [formal.name.lower() for formal in formals]
 
 
 def _found_behind(value: ir.Value, from_feeds: set[ir.Node], read: set[ir.Value]) -> list[ir.Value]:
@@ -125,7 +124,7 @@ def _from_feeds(graph: ir.Graph) -> tuple[set[ir.Node], set[ir.Value]]:
     read = {v for v in graph.inputs if not v.is_initializer()}
     for node in graph:
         operands = [v for v in node.inputs if v is not None]
-        plain = node.domain == "" or node.op_type in _DECOMPOSED
+        plain = node.domain == "" or "shape" in _operand_names(node)  # sums at indices, as of the degrees of a graph's nodes
         bodies = any(a.type in _BODIES for a in node.attributes.values())
         if plain and not bodies and node.op_type not in _DRAWS and all(_is_known(v, known) for v in operands):
             known.add(node)
@@ -133,9 +132,6 @@ def _from_feeds(graph: ir.Graph) -> tuple[set[ir.Node], set[ir.Value]]:
                 read.update(node.outputs)
     return known, read
 
-
-_DECOMPOSED = frozenset({"GatherElementsGrad", "GatherGrad"})
-"""Ops of graphc that the part computed first may have: sums at indices, as of the degrees of a graph's nodes."""
 
 _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
