@@ -40,6 +40,12 @@ def attended(x: Any, *lead: int, mask: Any = None, **options: Any) -> Any:
     return F.scaled_dot_product_attention(queries.reshape(-1, *lead, 6, 1), keys, keys * 2, mask, **options)
 
 
+def _with_a_copied_row(x: Any) -> Any:
+    changed = x.clone()
+    changed[1:3, :4].copy_(2 * x[0, 1:5])
+    return changed
+
+
 def _with_columns(x: Any, mask: Any, number: float) -> Any:
     changed = x.clone()
     changed[:, mask] = number
@@ -65,6 +71,7 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "median of columns": lambda x: x.median(0)[0],
     "median of all": lambda x: x.median(),
     "one number put where a mask says": lambda x: x.index_put((x > 0.3,), torch.tensor(0.5)) * x,
+    "a row copied into columns": lambda x: _with_a_copied_row(x) * x,
     "one number put in columns": lambda x: _with_columns(x, x[0] > 0, 0.7) * x,
     "stable sort": lambda x: x.sort(dim=1, stable=True)[0] * x,
     "places of a stable sort": lambda x: x * x.round().argsort(dim=0, descending=True, stable=True),

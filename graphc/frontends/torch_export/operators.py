@@ -42,6 +42,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     table: list[tuple[Any, Callable[..., Any], dict[str, Any]]] = [
         (aten.squeeze.dim, _squeeze, {"x": TTensor, "dims": int, "return": TTensor}),
         (aten.squeeze.dims, _squeeze, {"x": TTensor, "dims": lists, "return": TTensor}),
+        (aten.copy.default, _copy, {"x": TTensor, "source": TTensor, "non_blocking": bool, "return": TTensor}),
         (aten.index_put.default, _index_put, put),
         (aten._unsafe_index_put.default, _index_put, put),
         (
@@ -99,6 +100,14 @@ def _squeeze(x: Any, dims: int | Sequence[int]) -> Any:
     wanted = {axis_of(x, d) for d in ([dims] if isinstance(dims, int) else dims)}
     axes = [k for k in sorted(wanted) if k < len(x.shape) and x.shape[k] == 1]
     return op.Squeeze(x, axes) if axes else op.Identity(x)
+
+
+def _copy(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """``x.copy_(source)`` repeats the source over the axes of x, which the exporter forgets."""
+    op = opset()
+    known = x.shape is not None and source.shape is not None and list(x.shape) == list(source.shape)
+    made = op.CastLike(source, x)
+    return made if known else op.Expand(made, op.Shape(x))
 
 
 def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
