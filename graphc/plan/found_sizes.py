@@ -14,15 +14,16 @@ its longest sample make such shapes. What depends on weights stays in the planne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
 
 from graphc.device import Array
-from graphc.ir import OPSET
-from graphc.ir.declare import declaration_of
+from graphc.ir import DOMAIN, OPSET
+from graphc.ir.declare import OPS
 from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import constant, dims
 from graphc.ir.onnx_inference import schema_of
@@ -67,23 +68,33 @@ class FoundSizes:
 
 def split_at_found_sizes(model: ir.Model) -> FoundSizes | None:
     """The two parts of ``model``, which stays as it is; None: no shape depends on the contents of feeds alone."""
-    planned = model.clone()
-    graph = planned.graph
-    from_feeds, read = _from_feeds(graph)
-    found = [out for node in graph if _finds(node) and node in from_feeds for out in node.outputs if out.uses()]
-    deciding = [v for node in graph for v in _operands_that_decide(node) for v in _found_behind(v, from_feeds, read)]
-    constants = [v for v in dict.fromkeys(deciding) if v not in found]
+    found, constants = _cut(model.graph)
     if not found and not constants:
         return None
-    cut = [*found, *constants]
-    first, feeds = _first_part(model, [value.name or "" for value in cut])
+    planned = model.clone()
+    graph = planned.graph
+    made = {v.name: v for node in graph for v in node.outputs}
+    cut = [made[v.name] for v in (*found, *constants)]
     for k, value in enumerate(cut):
         new = ir.Value(name=value.name, shape=_sized(value, k), type=value.type)
         value.name = f"{value.name}.computed"
         value.replace_all_uses_with(new)
         graph.inputs.append(new)
-    _remove_unused([node for node in graph if node in from_feeds], graph)
-    return FoundSizes(first, feeds, planned, frozenset(v.name.removesuffix(".computed") for v in constants if v.name))
+    _remove_unused(_from_feeds(graph)[0], graph)
+    new_inputs = graph.inputs[len(model.graph.inputs) :]
+    for value in [v for v in new_inputs if not v.uses()]:  # only what is computed first read it
+        graph.inputs.remove(value)
+    names = [v.name or "" for v in new_inputs if v.uses()]
+    first, feeds = _first_part(model, names)
+    return FoundSizes(first, feeds, planned, frozenset(v.name or "" for v in constants) & set(names))
+
+
+def _cut(graph: ir.Graph) -> tuple[list[ir.Value], list[ir.Value]]:
+    """The values whose shapes depend on the contents of feeds alone, and the numbers that decide other shapes."""
+    from_feeds, read = _from_feeds(graph)
+    found = [out for node in from_feeds if _finds(node) for out in node.outputs if out.uses()]
+    deciding = [v for node in graph for v in _operands_that_decide(node) for v in _found_behind(v, from_feeds, read)]
+    return found, [v for v in dict.fromkeys(deciding) if v not in found]
 
 
 def _operands_that_decide(node: ir.Node) -> Iterable[ir.Value]:
@@ -93,13 +104,18 @@ def _operands_that_decide(node: ir.Node) -> Iterable[ir.Value]:
 
 
 def _operand_names(node: ir.Node) -> Sequence[str]:
-    declaration = declaration_of(node)
-    schema = schema_of(node.op_type, OPSET, node.domain) if declaration is None else None
+    return _names_of(node.op_type, node.domain)
+
+
+@functools.cache
+def _names_of(op_type: str, domain: str) -> Sequence[str]:
+    declaration = OPS.get(op_type) if domain == DOMAIN else None
+    schema = schema_of(op_type, OPSET, domain) if declaration is None else None
     formals = declaration.inputs if declaration is not None else schema.inputs if schema is not None else ()
-    return [formal.name.lower() for formal in formals]
+    return tuple(formal.name.lower() for formal in formals)
 
 
-def _found_behind(value: ir.Value, from_feeds: set[ir.Node], read: set[ir.Value]) -> list[ir.Value]:
+def _found_behind(value: ir.Value, from_feeds: Container[ir.Node], read: set[ir.Value]) -> list[ir.Value]:
     """The numbers that the contents of feeds decide, of which ``value`` is made."""
     producer = value.producer()
     if producer is None or producer.op_type in _SIZES or value.dtype not in _INDICES:
@@ -118,16 +134,16 @@ def _finds(node: ir.Node) -> bool:
     return node.domain == "" and node.op_type in _FINDING
 
 
-def _from_feeds(graph: ir.Graph) -> tuple[set[ir.Node], set[ir.Value]]:
+def _from_feeds(graph: ir.Graph) -> tuple[dict[ir.Node, None], set[ir.Value]]:
     """The nodes of standard ops, without bodies, that depend on feeds and constants alone; values that depend on contents."""
-    known: set[ir.Node] = set()
+    known: dict[ir.Node, None] = {}
     read = {v for v in graph.inputs if not v.is_initializer()}
     for node in graph:
         operands = [v for v in node.inputs if v is not None]
         plain = node.domain == "" or "shape" in _operand_names(node)  # sums at indices, as of the degrees of a graph's nodes
         bodies = any(a.type in _BODIES for a in node.attributes.values())
         if plain and not bodies and node.op_type not in _DRAWS and all(_is_known(v, known) for v in operands):
-            known.add(node)
+            known[node] = None
             if node.op_type not in _SIZES and not read.isdisjoint(operands):
                 read.update(node.outputs)
     return known, read
@@ -138,7 +154,7 @@ _BODIES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 _DRAWS = frozenset({"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"})
 
 
-def _is_known(value: ir.Value, known: set[ir.Node]) -> bool:
+def _is_known(value: ir.Value, known: Container[ir.Node]) -> bool:
     producer = value.producer()
     if producer is not None:
         return producer in known
