@@ -147,6 +147,31 @@ def test_sizes_that_come_back_are_planned_and_others_run_without() -> None:
     np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=1e-5)
 
 
+class Pooled(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """The mean of the nodes of each graph of a batch, whose number only the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x: Any, graph: Any) -> Any:
+        count = int(graph.max()) + 1
+        y = torch.tanh(self.layer(x))
+        sums = y.new_zeros(count, 4).scatter_add(0, graph[:, None].expand(-1, 4), y)
+        return (sums / y.new_zeros(count).index_add(0, graph, y.new_ones(10))[:, None].clamp(min=1)).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
+def test_a_number_in_a_feed_that_decides_a_shape(backend: str) -> None:
+    torch.manual_seed(0)
+    module = Pooled()
+    batches = [(torch.randn(10, 8), torch.arange(10) % graphs) for graphs in (3, 3, 4, 3, 4, 7)]
+    with graphc.Trainer(compiled(module, batches[0], backend=backend)) as trainer:
+        found = [trainer.step({"x": x.numpy(), "graph": graph.numpy()})["loss"] for x, graph in batches]
+        assert len(trainer.plans.training) == 3  # of 3 graphs, of 4; of all others, or of 7 where each size has its plan
+    np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=2e-6)
+
+
 @pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
 def test_an_edge_to_no_node_is_named(backend: str) -> None:
     module, x, edges = Graph(), torch.randn(10, 8), torch.randint(0, 10, (2, 30))
