@@ -32,7 +32,6 @@ from graphc.ir.serialize import to_proto
 _FINDING = frozenset({"NonZero", "Compress", "Unique"})
 """Ops whose results have shapes that depend on what they read."""
 
-
 _DECIDING = frozenset({"shape", "repeats", "starts", "ends", "pads", "k", "depth", "start", "limit", "delta", "sizes", "split"})
 """Operands whose values decide the shape of a result, by the names that the declarations of ops give them."""
 
@@ -93,8 +92,8 @@ def _cut(graph: ir.Graph) -> tuple[list[ir.Value], list[ir.Value]]:
     """The values whose shapes depend on the contents of feeds alone, and the numbers that decide other shapes."""
     from_feeds, read = _from_feeds(graph)
     found = [out for node in from_feeds if _finds(node) for out in node.outputs if out.uses()]
-    deciding = [v for node in graph for v in _operands_that_decide(node) for v in _found_behind(v, from_feeds, read)]
-    return found, [v for v in dict.fromkeys(deciding) if v not in found]
+    deciding = dict.fromkeys(v for node in graph for v in _operands_that_decide(node))
+    return found, [v for v in _found_behind(deciding, from_feeds, read) if v not in found]
 
 
 def _operands_that_decide(node: ir.Node) -> Iterable[ir.Value]:
@@ -115,14 +114,22 @@ def _names_of(op_type: str, domain: str) -> Sequence[str]:
     return tuple(formal.name.lower() for formal in formals)
 
 
-def _found_behind(value: ir.Value, from_feeds: Container[ir.Node], read: set[ir.Value]) -> list[ir.Value]:
-    """The numbers that the contents of feeds decide, of which ``value`` is made."""
-    producer = value.producer()
-    if producer is None or producer.op_type in _SIZES or value.dtype not in _INDICES:
-        return []
-    if producer in from_feeds:
-        return [value] if value in read and len(dims(value) or (0, 0)) <= 1 else []
-    return [v for operand in producer.inputs if operand is not None for v in _found_behind(operand, from_feeds, read)]
+def _found_behind(values: Iterable[ir.Value], from_feeds: Container[ir.Node], read: set[ir.Value]) -> list[ir.Value]:
+    """The numbers that the contents of feeds decide, of which ``values`` are made."""
+    found, pending = [], list(values)
+    seen = set(pending)
+    while pending:
+        value = pending.pop()
+        producer, shape = value.producer(), dims(value)
+        if producer is None or producer.op_type in _SIZES or value.dtype not in _INDICES:
+            continue
+        if producer not in from_feeds:
+            new = [v for v in producer.inputs if v is not None and v not in seen]
+            seen.update(new)
+            pending += new
+        elif value in read and shape is not None and len(shape) <= 1:
+            found.append(value)
+    return found
 
 
 _SIZES = frozenset({"Shape", "Size"})

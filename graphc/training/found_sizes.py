@@ -39,7 +39,7 @@ class SizeFinder:
 
     def __init__(self, parts: FoundSizes, backend: Backend, memory: Memory, *, always: bool) -> None:
         self._parts, self._memory, self.always = parts, memory, always
-        self._run, self._host_memory = backend.bind_whole(parts.first), backend.memory
+        self._run = backend.bind_whole(parts.first)
         inputs = (value.type.tensor_type.elem_type for value in parts.first.graph.input)
         self._inputs = {n: np.empty(0, ir.DataType(t).numpy()) for n, t in zip(parts.feeds, inputs, strict=True)}
         self._planned: set[tuple[Any, ...]] = set()
@@ -50,11 +50,20 @@ class SizeFinder:
         return self._parts.bound(found), {n: array for n, array in found.items() if n not in self._parts.constants}
 
     def find(self, feeds: Mapping[str, Array]) -> dict[str, Array] | None:
-        """What the first part computes of ``feeds``; None: the step runs without, whose errors name the fault of a feed."""
+        """What the first part computes of ``feeds``; None: the step runs without, whose errors say more about a bad feed.
+
+        Raises:
+            FeedError: a feed of a wrong type.
+            GraphcError: the part failed, and no step runs without it.
+        """
+        if not feeds.keys() >= self._inputs.keys():
+            return None
+        given = check_arrays(feeds, self._inputs, {}, self._memory)
         try:
-            given = {name: self._on_host(feeds[name]) for name in self._parts.feeds}
-            found = self._run(check_arrays(given, self._inputs, {}, self._host_memory))
-        except (KeyError, GraphcError):
+            found = self._run({name: self._memory.fetch(array) for name, array in given.items()})
+        except GraphcError:
+            if self.always:
+                raise
             return None
         return found if self._is_planned(self.key(feeds, found)) else None
 
@@ -62,10 +71,6 @@ class SizeFinder:
         """Key of the plan: all shapes, and the values of what decides others."""
         values = [(name, array.tobytes()) for name, array in sorted(found.items()) if name in self._parts.constants]
         return (*key_of_shapes({**feeds, **found}), *values)
-
-    def _on_host(self, feed: Array) -> Array:
-        own = None if isinstance(feed, np.ndarray) else self._memory.adopt(feed)
-        return feed if own is None else self._memory.fetch(own)
 
     def _is_planned(self, key: tuple[Any, ...]) -> bool:
         """Whether steps of these sizes have a plan, or get one: the first sizes do, and those that come again."""

@@ -93,21 +93,25 @@ def scatter_elements(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
 def scatter_nd(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = x with updates at the index tuples, which replace, or are added, multiplied or compared; see :func:`_scattered`"""
 
-    if (dims(input_of(node, 1)) or (0,))[-1] != 1:
-        return _scattered(op, node, dy, lambda *operands: op.ScatterND(*operands[:3], reduction=operands[3]), op.GatherND)
+    rows = (dims(input_of(node, 1)) or (0,))[-1] == 1
 
-    def gather_rows(x: ir.Value, indices: ir.Value) -> Any:
-        return op.Gather(x, op.Squeeze(indices, [-1]), axis=0)
-
-    return _scattered(op, node, dy, functools.partial(_scatter_rows, op), gather_rows)
-
-
-def _scatter_rows(op: Builder, x: ir.Value, indices: ir.Value, updates: ir.Value, reduction: str) -> Any:
-    """A ScatterND whose index tuples have one element."""
-    if reduction != "add":
+    def scatter(x: Any, indices: Any, updates: Any, reduction: str) -> Any:
+        if rows:
+            return scatter_rows(op, x, op.Squeeze(indices, [-1]), updates, reduction)
         return op.ScatterND(x, indices, updates, reduction=reduction)
-    total = op.graphc.GatherGrad(updates, op.Squeeze(indices, [-1]), op.shape(x))
-    return total if is_zero(x) else op.Add(x, total)
+
+    def gather(x: Any, indices: Any) -> Any:
+        return op.Gather(x, op.Squeeze(indices, [-1]), axis=0) if rows else op.GatherND(x, indices)
+
+    return _scattered(op, node, dy, scatter, gather)
+
+
+def scatter_rows(op: Builder, x: ir.Value, index: ir.Value, updates: ir.Value, reduction: str) -> ir.Value:
+    """``x`` with rows of ``updates`` at their indices on the first axis, which replace, are added, multiplied or compared."""
+    if reduction != "add":
+        return op.ScatterND(x, op.Unsqueeze(index, [rank(index)]), updates, reduction=reduction)  # type: ignore[no-any-return]
+    total = op.graphc.GatherGrad(updates, index, op.shape(x))
+    return total if is_zero(x) else op.Add(x, total)  # type: ignore[no-any-return]
 
 
 def _scattered(op: Builder, node: ir.Node, dy: ir.Value, scatter: Callable[..., Any], gather: Callable[..., Any]) -> Any:

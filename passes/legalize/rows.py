@@ -17,7 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, dims, input_of, is_zero, rank
+from graphc.ir.facts import constant, dims, input_of
+from graphc.passes.gradients.indexing import scatter_rows
 
 INDEXED = frozenset({"GatherElements", "GatherND", "ScatterElements", "ScatterND"})
 """The ops that :func:`by_rows` looks at."""
@@ -35,16 +36,17 @@ def by_rows(op: Builder, node: ir.Node) -> ir.Value | None:
     shape = dims(data)
     if not shape:
         return None
-    axis = node.attributes.get_int("axis", 0) % len(shape)
+    axis, gathers = node.attributes.get_int("axis", 0) % len(shape), node.op_type == "GatherElements"
+    reduction = node.attributes.get_string("reduction", "none")
+    box = reduction == "none" and constant(_expanded(indices)) is not None  # the pass boxes writes it as a choice
+    if not gathers and (box or data.dtype not in _FLOATS):
+        return None
     index = _index_of_rows(op, indices, shape, axis)
     if index is None:
         return None
-    if node.op_type == "GatherElements":
+    if gathers:
         return op.Gather(data, index, axis=axis)  # type: ignore[no-any-return]
-    updates, reduction = input_of(node, 2), node.attributes.get_string("reduction", "none")
-    box = reduction == "none" and constant(_expanded(indices)) is not None  # the pass boxes writes it as a choice
-    if box or data.dtype not in _FLOATS:
-        return None
+    updates = input_of(node, 2)
     order = [axis, *(k for k in range(len(shape)) if k != axis)]
     if axis:
         data, updates = op.Transpose(data, perm=order), op.Transpose(updates, perm=order)
@@ -69,14 +71,6 @@ def _of_tuples(op: Builder, node: ir.Node, data: ir.Value, indices: ir.Value) ->
     if node.attributes.get_string("reduction", "none") != "add" or data.dtype not in _FLOATS:
         return None
     return scatter_rows(op, data, op.Squeeze(indices, [-1]), input_of(node, 2), "add")
-
-
-def scatter_rows(op: Builder, data: ir.Value, index: ir.Value, updates: ir.Value, reduction: str) -> ir.Value:
-    """``data`` with rows of ``updates`` at their indices along the first axis, which replace, or are added or compared."""
-    if reduction != "add":
-        return op.ScatterND(data, op.Unsqueeze(index, [rank(index)]), updates, reduction=reduction)  # type: ignore[no-any-return]
-    total = op.graphc.GatherGrad(updates, index, op.shape(data))
-    return total if is_zero(data) else op.Add(data, total)  # type: ignore[no-any-return]
 
 
 def _index_of_rows(op: Builder, indices: ir.Value, shape: tuple[int | str | None, ...], axis: int) -> ir.Value | None:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import graphc  # noqa: E402
 from graphc.distributed.threads import run_threads  # noqa: E402
-from graphc.errors import DataDependentShapeError, GraphcError  # noqa: E402
+from graphc.errors import DataDependentShapeError, FeedError, GraphcError  # noqa: E402
 from tests.tiers import params  # noqa: E402
 
 F = torch.nn.functional
@@ -169,6 +169,32 @@ def test_a_number_in_a_feed_that_decides_a_shape(backend: str) -> None:
     with graphc.Trainer(compiled(module, batches[0], backend=backend)) as trainer:
         found = [trainer.step({"x": x.numpy(), "graph": graph.numpy()})["loss"] for x, graph in batches]
         assert len(trainer.plans.training) == 3  # of 3 graphs, of 4; of all others, or of 7 where each size has its plan
+    np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=2e-6)
+
+
+class Padded(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Samples that are cut to the longest one of the batch, and a mask of what each of them has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x: Any, lengths: Any) -> Any:
+        longest = int(lengths.max())
+        torch._check(longest <= 12)
+        mask = torch.arange(longest)[None] < lengths[:, None]
+        return (self.layer(x[:, :longest]).tanh() * mask[..., None]).sum() / lengths.sum()
+
+
+def test_samples_cut_to_the_longest_one() -> None:
+    torch.manual_seed(0)
+    module = Padded()
+    batches = [(torch.randn(3, 12, 8), torch.tensor(lengths)) for lengths in ([3, 5, 2], [5, 1, 4], [7, 7, 2], [1, 5, 5])]
+    with graphc.Trainer(compiled(module, batches[0], backend="numpy")) as trainer:  # which cannot run unplanned
+        found = [trainer.step({"x": x.numpy(), "lengths": lengths.numpy()})["loss"] for x, lengths in batches]
+        assert len(trainer.plans.training) == 2  # of 5, of 7
+        with pytest.raises(FeedError, match="lengths"):
+            trainer.step({"x": batches[0][0].numpy(), "lengths": np.array(["3", "5", "2"])})
     np.testing.assert_allclose(found, losses_of_pytorch(module, batches), rtol=2e-6)
 
 

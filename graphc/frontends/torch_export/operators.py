@@ -114,24 +114,16 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
     from onnxscript.function_libs.torch_lib.ops import core
 
     chosen = [k for k, index in enumerate(indices) if index is not None]
-    if len(chosen) == 1 and indices[chosen[0]].dtype == BOOL and _is_one(values):
+    shaped = all(v.shape is not None for v in (x, values, *(indices[k] for k in chosen)))
+    if len(chosen) == 1 and indices[chosen[0]].dtype == BOOL and shaped and all(size == 1 for size in values.shape):
         return _put_where(x, indices[chosen[0]], chosen[0], values, accumulate)
     return core.aten_index_put(x, [_widened(index) for index in indices], values, accumulate)
-
-
-def _is_one(values: Any) -> bool:
-    """Whether a single number is put in all places."""
-    return values.shape is not None and all(size == 1 for size in values.shape)
 
 
 def _put_where(x: Any, mask: Any, axis: int, value: Any, accumulate: bool) -> Any:
     """``x[:, mask] = value``: the exporter's form makes a list of the places, whose length nobody knows before."""
     op = opset()
-    if x.shape is None or mask.shape is None:
-        rest = op.Sub(op.Size(op.Shape(x)), op.Add(op.Size(op.Shape(mask)), axis))
-        ones = op.Expand(op.Constant(value_ints=[1]), op.Reshape(rest, [-1]))
-        mask = op.Reshape(mask, op.Concat(op.Shape(mask), ones, axis=0))
-    elif trailing := len(x.shape) - axis - len(mask.shape):
+    if trailing := len(x.shape) - axis - len(mask.shape):
         mask = op.Unsqueeze(mask, [len(mask.shape) + k for k in range(trailing)])
     value = op.CastLike(op.Reshape(value, [1]), x)
     return op.Where(mask, op.Add(x, value) if accumulate else value, x)
