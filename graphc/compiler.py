@@ -48,6 +48,7 @@ class CompileArguments(CompileOptions):
         backend: ``"auto"``, or a name that ``graphc backends`` lists, with options of the backend: ``"cupy:tf32=true"``.
         passes: a pipeline (text or steps) instead of :func:`training_pipeline`.
         example_inputs: inputs with which the ``torch.nn.Module`` is exported.
+        dynamic_axes: axes of these inputs that may have any size beside the batch: ``{"tokens": {1: "sequence"}}``.
         dump_dir: folder for the model after each pass.
         after: called with (step, model, seconds) after each pass.
     """
@@ -58,6 +59,7 @@ class CompileArguments(CompileOptions):
     backend: str = "auto"
     passes: str | Sequence[PassCall] | None = None
     example_inputs: Sequence[Any] | None = None
+    dynamic_axes: Mapping[str, Mapping[int, str] | Sequence[int]] | None = None
     dump_dir: str | Path | None = None
     after: Callable[[PassCall, ir.Model, float], None] | None = None
 
@@ -268,7 +270,9 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     check_backend(arguments.backend)
     parallel.check_tensor(arguments, arguments.mesh)
     parallel.check_mesh(arguments, arguments.mesh)
-    original = frontends.load(model, example_inputs=arguments.example_inputs, reading=arguments)
+    original = frontends.load(
+        model, example_inputs=arguments.example_inputs, dynamic_axes=arguments.dynamic_axes, reading=arguments
+    )
     check_untrained(original)
     freeze, train = ([names] if isinstance(names, str) else names for names in (arguments.freeze, arguments.train))
     if arguments.example_inputs is not None:
@@ -276,7 +280,8 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
         still = [name for name in frontends.frozen(model) if name in held and BUFFER not in held[name].metadata_props]
         freeze = [*(freeze or ()), *still]
     mesh = parallel.settle_nodes(arguments, arguments.mesh)
-    kept = replace(arguments, freeze=freeze, train=train, example_inputs=None, dump_dir=None, after=None, mesh=mesh)
+    once: dict[str, Any] = dict.fromkeys(("example_inputs", "dynamic_axes", "dump_dir", "after"))
+    kept = replace(arguments, freeze=freeze, train=train, mesh=mesh, **once)
     if isinstance(arguments.passes, str):
         steps = parse(arguments.passes)
     elif arguments.passes is not None:
@@ -360,6 +365,7 @@ def grad(
     of: str | Sequence[str],
     wrt: str | Sequence[str],
     example_inputs: Sequence[Any] | None = None,
+    dynamic_axes: Mapping[str, Mapping[int, str] | Sequence[int]] | None = None,
     standard: bool = True,
     shapes: Shapes = None,
     max_model_bytes: int | None = None,
@@ -373,10 +379,10 @@ def grad(
         wrt: a value or several (inputs, parameters, intermediates); output ``"<name>::grad"`` is added for each, or
             ``"<name>::grad.1"`` if an earlier gradient in a model returned by this function has that name.
         standard: decompose ``graphc`` ops, so that any ONNX runtime can run the result.
-        shapes, max_model_bytes, external_data: as for :func:`compile`.
+        example_inputs, dynamic_axes, shapes, max_model_bytes, external_data: as for :func:`compile`.
     """
     reading = ReadOptions(max_model_bytes=max_model_bytes, external_data=external_data)
-    copy = frontends.load(model, example_inputs=example_inputs, reading=reading).clone()
+    copy = frontends.load(model, example_inputs=example_inputs, dynamic_axes=dynamic_axes, reading=reading).clone()
     targets = [of] if isinstance(of, str) else list(of)
     wrt = [wrt] if isinstance(wrt, str) else wrt
     ctx = run(copy, [PassCall("legalize", {"shapes": shape_texts(shapes)}), PassCall("dequantize")])

@@ -33,7 +33,11 @@ from graphc.ir.toposort import silent_reader
 if TYPE_CHECKING:
     import torch
 
+    from graphc.frontends.torch_export.batches import Axes
     from graphc.frontends.torch_export.notes import Notes
+
+DynamicAxes = Mapping[str, Mapping[int, str] | Sequence[int]]
+"""Input → its axes of any size, with a symbol each or as a list."""
 
 Inputs = Any
 """One tensor, a sequence of tensors, or a mapping from the names of ``forward``'s parameters to tensors."""
@@ -59,6 +63,7 @@ def export(
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_batch: bool = True,
+    dynamic_axes: DynamicAxes | None = None,
     exporter: str = "auto",
 ) -> ir.Model:
     """Export ``module`` as it trains.
@@ -68,7 +73,10 @@ def export(
         input_names: names of the graph inputs; default: the parameter names of ``forward``.
         output_names: names of the graph outputs; default ``output``, or ``output_0``, ``output_1`` …
         dynamic_batch: make the first dimension of every input that has the size of the first input's the symbol ``batch``.
-        exporter: ``"dynamo"`` (``torch.export``), ``"torchscript"``, or ``"auto"``: the first of them that succeeds.
+        dynamic_axes: further axes of any size, such as ``{"tokens": {1: "sequence"}, "mask": {1: "sequence"}}``: by the name of
+            the input the axes, with a symbol each or as a list. Axes with one symbol have one size.
+        exporter: ``"dynamo"`` (``torch.export``), ``"torchscript"``, or ``"auto"``: the first of them that succeeds, with
+            ``dynamic_axes`` the first alone: a trace may hold a length of the example as a number.
 
     Parameters keep their names; shared parameters are one initializer. Buffers become ``Constant`` nodes, so that they do not
     train; those that the module changes while it trains are initializers, and ``train_mode`` keeps what a step leaves in them.
@@ -81,6 +89,7 @@ def export(
     Raises:
         MissingExtraError: PyTorch is not installed.
         ModelError: no exporter could export the module; their messages are given.
+        UsageError: what is not a module, inputs that its ``forward`` does not take, or axes that these inputs do not have.
     """
     try:
         import torch
@@ -92,8 +101,9 @@ def export(
     if not isinstance(module, torch.nn.Module):
         raise UsageError(f"a torch.nn.Module is expected, not {type(module).__name__}")
     with _EXPORTING:
-        chosen = {name: function for name, function in exporters.items() if exporter in ("auto", name)}
-        return _exported(module, example_inputs, input_names, output_names, dynamic_batch, chosen)
+        wanted = ("dynamo",) if dynamic_axes and exporter == "auto" else exporters if exporter == "auto" else (exporter,)
+        chosen = {name: exporters[name] for name in wanted}
+        return _exported(module, example_inputs, input_names, output_names, dynamic_batch, dynamic_axes or {}, chosen)
 
 
 def _exported(
@@ -102,11 +112,12 @@ def _exported(
     input_names: Sequence[str] | None,
     output_names: Sequence[str] | None,
     dynamic_batch: bool,
+    dynamic_axes: DynamicAxes,
     exporters: Mapping[str, Callable[..., tuple[ir.Model, Notes]]],
 ) -> ir.Model:
     """What :func:`export` returns; no other thread may export, or change the module, meanwhile."""
     from graphc.frontends.torch_export import own_gradients
-    from graphc.frontends.torch_export.batches import FixedBatchError, enlarged
+    from graphc.frontends.torch_export.batches import BATCH, FixedBatchError, enlarged
     from graphc.frontends.torch_export.notes import warn
 
     _refuse_projections(module)
@@ -115,14 +126,17 @@ def _exported(
     size = tensors[0].shape[0] if batched else None
     if size == 1:  # torch.export takes a size of 1 for a constant, and BatchNorm needs more than one sample to train
         tensors = enlarged(tensors, batched)
+    axes = _axes_of(dynamic_axes, names, tensors)
+    for k in batched:
+        axes[k].setdefault(0, BATCH)
     failures = []
     for name, function in exporters.items():
         try:
             with _training(module), _quiet():
-                model, notes = function(module, names, tensors, batched)
+                model, notes = function(module, names, tensors, axes)
             break
         except FixedBatchError as error:  # the other exporter would write the size down, and let the batch have any other
-            model = _exported(module, example_inputs, input_names, output_names, False, exporters)
+            model = _exported(module, example_inputs, input_names, output_names, False, dynamic_axes, exporters)
             warnings.warn(
                 f"{type(module).__name__} trains with batches of {size} only, as in its example: it takes the batch's size for "
                 f"a number{error}",
@@ -134,11 +148,13 @@ def _exported(
     else:
         if batched:
             with contextlib.suppress(ModelError):
-                _exported(module, example_inputs, None, None, False, exporters)
+                _exported(module, example_inputs, None, None, False, dynamic_axes, exporters)
                 failures.append(
                     "an op depends on the batch's size, as a convolution with a group for each sample does; it can be exported "
                     f"for batches of {size} only: graphc.frontends.export(module, inputs, dynamic_batch=False)"
                 )
+        if dynamic_axes:
+            failures.append("it may take the size of an axis in dynamic_axes for a number: leave that out, and pad to one size")
         if any("ctc_loss" in failure for failure in failures):
             failures.append("end the module in its scores, and train it with the loss graphc.losses.CTC")
         raise ModelError(f"{type(module).__name__} cannot be exported to ONNX\n  " + "\n  ".join(failures))
@@ -211,6 +227,33 @@ def _batched(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [k for k, t in enumerate(tensors) if size is not None and t.dim() and t.shape[0] == size]
 
 
+def _axes_of(asked: DynamicAxes, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[dict[int, str]]:
+    """The axes of any size of each input, counted from the first axis."""
+    if not isinstance(asked, Mapping):
+        raise UsageError(f"dynamic_axes={asked!r} is no mapping such as {{{names[0]!r}: {{1: 'sequence'}}}}")
+    unknown = asked.keys() - set(names)
+    if unknown:
+        raise UsageError(f"dynamic_axes names {', '.join(sorted(unknown))}; the inputs are {', '.join(names)}")
+    found: list[dict[int, str]] = []
+    for name, tensor in zip(names, tensors, strict=True):
+        symbols, rank = asked.get(name, {}), tensor.dim()
+        pairs = symbols.items() if isinstance(symbols, Mapping) else ((axis, "") for axis in symbols)
+        found.append({})
+        for axis, symbol in pairs:
+            if not isinstance(axis, int) or not -rank <= axis < rank:
+                raise UsageError(f"dynamic_axes names axis {axis!r} of {name!r}, which has {rank} axes in example_inputs")
+            place = axis % rank
+            if tensor.shape[place] < 2:
+                raise UsageError(
+                    f"axis {axis} of {name!r} is to have any size, and its size in example_inputs is {tensor.shape[place]}: "
+                    "give an example with 2 or more, of which exporters do not take the size for a number"
+                )
+            if not isinstance(symbol, str) or (symbol and not symbol.isidentifier()):
+                raise UsageError(f"dynamic_axes calls axis {axis} of {name!r} {symbol!r}, which is no name")
+            found[-1][place] = symbol or f"{name}_{place}"
+    return found
+
+
 @contextlib.contextmanager
 def _training(module: torch.nn.Module) -> Iterator[None]:
     """Training mode for the duration of the block. Modes, attributes and buffers are put back: tracing updates running
@@ -259,21 +302,21 @@ def _quiet() -> Iterator[None]:
 
 
 def _with_dynamo(
-    module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], batched: Sequence[int]
+    module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], axes: Axes
 ) -> tuple[ir.Model, Notes]:
     from graphc.frontends.torch_export import programs
 
-    model, notes = programs.translate(module, tensors, batched, _OPSET)
+    model, notes = programs.translate(module, tensors, axes, _OPSET)
     drop_biases_of_volumes(model.graph)
     return model, notes
 
 
 def _with_torchscript(
-    module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], batched: Sequence[int]
+    module: torch.nn.Module, names: Sequence[str], tensors: Sequence[torch.Tensor], axes: Axes
 ) -> tuple[ir.Model, Notes]:
     from graphc.frontends.torch_export import traces
 
-    return traces.trace(module, names, tensors, {names[k]: {0: "batch"} for k in batched}, _OPSET)
+    return traces.trace(module, names, tensors, dict(zip(names, axes, strict=True)), _OPSET)
 
 
 def _finish(model: ir.Model, module: torch.nn.Module) -> None:

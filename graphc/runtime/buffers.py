@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphc.device import Array, HostSync, Memory, Run
+from graphc.device import Array, HostSync, Memory, Run, aligned_zeros
 from graphc.errors import ModelError
 from graphc.ir.facts import constant, dtype_of, static_dims
 from graphc.plan.buffers import ARENA, RESULTS, STASH, SUMS
@@ -16,11 +16,39 @@ from graphc.runtime.input_staging import Feeds
 from graphc.runtime.state import State
 
 OWN = (ARENA, RESULTS, SUMS)
-"""Buffers that each plan has for itself; the others are shared by the plans for all shapes."""
+"""Buffers that a plan has for itself, the arena perhaps in turn (:class:`Arenas`); all plans share the others."""
+
+
+class Arenas:
+    """Activation arenas of plans of which one runs at a time: nothing in them outlives a step, so the plans share memory.
+
+    Args:
+        memory: of the backend.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self._held = memory, aligned_zeros(0)
+
+    def take(self, nbytes: int) -> Array:
+        """Bytes for one more plan; if it needs more than any before, new memory, which the next ones share with it.
+
+        That is half as much again as it needs, so that shapes that grow slowly do not each get memory of their own; the host
+        gives pages only for what is written.
+        """
+        if self._held.nbytes < nbytes:
+            self._held = self._memory.zeros(nbytes + nbytes // 2 if self._held.nbytes else nbytes)
+        return self._held[:nbytes]
+
+    def forget(self) -> None:
+        """Share what was taken so far with no further plan: it is free once the plans that use it are."""
+        self._held = aligned_zeros(0)
 
 
 class BufferMap:
     """Finds the array of every value of ``plan``.
+
+    Args:
+        arenas: gives the plan's arena; None: it has one of its own.
 
     Attributes:
         reusable_buffers: buffers that hold results of segments: the arena, and the buffers of gradients.
@@ -28,7 +56,7 @@ class BufferMap:
         inputs, outputs: the arrays of the graph's inputs and outputs, by name.
     """
 
-    def __init__(self, plan: Plan, state: State, memory: Memory) -> None:
+    def __init__(self, plan: Plan, state: State, memory: Memory, arenas: Arenas | None = None) -> None:
         self.plan, self.state, self.memory = plan, state, memory
         self.buffers: dict[str, Array] = {}
         if not memory.on_host:
@@ -36,7 +64,10 @@ class BufferMap:
         for name, nbytes in plan.buffers.items():
             if name.startswith(STASH):
                 continue  # one for each micro-batch in flight
-            self.buffers[name] = memory.zeros(nbytes) if name in OWN else state.buffer(name, nbytes)
+            if name == ARENA and arenas is not None:
+                self.buffers[name] = arenas.take(nbytes)
+            else:
+                self.buffers[name] = memory.zeros(nbytes) if name in OWN else state.buffer(name, nbytes)
         self.reusable_buffers = [*([self.buffers[ARENA]] if plan.buffers.get(ARENA) else []), *state.reusable_buffers]
         specs = {v.name or "": _spec(v) for v in plan.model.graph.inputs}
         self.feeds = Feeds(memory, specs, turns=1 if plan.stop is None else 2)

@@ -26,7 +26,7 @@ from graphc.ir.names import LOSS_SCALE
 from graphc.plan.partition import Plan
 from graphc.runtime.accumulators import MicroBatchCursor
 from graphc.runtime.bind import StepBinder
-from graphc.runtime.buffers import BufferMap
+from graphc.runtime.buffers import Arenas, BufferMap
 from graphc.runtime.collectives import Transfers
 from graphc.runtime.failure import explain_failure
 from graphc.runtime.nonfinite import Check, NonFiniteStepError
@@ -62,6 +62,7 @@ class Executor:
         check: whether gradients and loss are tested for NaN and infinity before the updates.
         wrap: called as ``wrap(kind, name, run)`` for each step when it is bound, for tracing; its result runs in
             place of ``run``.
+        arenas: of the plans that run by turns with this one; None: its arena is its own.
 
     Attributes:
         inputs: the arrays that feeds are copied to, by name.
@@ -82,9 +83,10 @@ class Executor:
         host: Backend | None = None,
         check: bool = True,
         wrap: Wrap | None = None,
+        arenas: Arenas | None = None,
     ) -> None:
         self.plan = plan
-        self.places = places = BufferMap(plan, state, backend.memory)
+        self.places = places = BufferMap(plan, state, backend.memory, arenas)
         self._backend, self._comm = backend, comm
         self._on_host = backend.memory.on_host
         self._turn, self._scale = MicroBatchCursor(), 0.0

@@ -19,12 +19,19 @@ from graphc.ir.ops.losses import label_checks, symbolic_classes
 from graphc.plan.found_sizes import split_at_found_sizes
 from graphc.plan.group_places import CollectiveEvent, collective_events
 from graphc.plan.partition import Plan, make_plan
+from graphc.runtime.buffers import Arenas
 from graphc.runtime.executor import Executor
 from graphc.runtime.state import State
 from graphc.training.feeds import check_arrays, check_feed_names, check_sample_labels, key_of_shapes
 from graphc.training.found_sizes import SizeFinder
 
 Wrap = Callable[[str, str, Run], Run]
+
+MOST = 256
+"""Plans of a graph that are kept; where feeds have more shapes, that which was used least recently makes room.
+
+Beside the memory that plans share, one holds 0.2 MB (a few layers) to 5 MB (hundreds).
+"""
 
 
 class PlanCache:
@@ -61,8 +68,9 @@ class PlanCache:
         batched: Sequence[str],
     ) -> None:
         self.wrap: Wrap | None = None
-        self.training: dict[tuple[Any, ...], Executor] = {}
+        self.training: dict[tuple[Any, ...], Executor] = {}  # that used last is the last
         self.evaluation: dict[tuple[Any, ...], Executor] = {}
+        self._arenas = Arenas(backend.memory)
         self._program, self._backend, self._comm = program, backend, groups.world
         self._groups = groups
         self._threads, self.check, self._batched = threads, check, batched
@@ -94,21 +102,39 @@ class PlanCache:
         finder = self._finder(model)
         self._found = found = (finder.find(feeds) if finder is not None else None) or {}
         key = finder.key(feeds, found) if finder is not None and found else key_of_shapes(feeds)
-        executor, trains = plans.get(key), plans is self.training
-        if executor is not None:
-            return executor
-        if finder is not None and found:
-            part, fed = finder.bound(found)
-            plans[key] = executor = self._bind({**feeds, **fed}, part, trains=trains)
-            return executor
-        try:
-            plans[key] = executor = self._bind(feeds, model, trains=trains)
-        except DataDependentShapeError:
-            if finder is None or finder.always:
-                raise
-            finder.always = True  # nothing can run these shapes unplanned
-            return self._executor(feeds, model, plans)
+        executor, trains = plans.pop(key, None), plans is self.training
+        if executor is None:
+            if len(plans) >= MOST:
+                self._backend.memory.synchronize()  # a device may still work in its memory
+                del plans[next(iter(plans))]
+            try:
+                if finder is not None and found:
+                    part, fed = finder.bound(found)
+                    executor = self._bound({**feeds, **fed}, part, trains=trains)
+                else:
+                    executor = self._bound(feeds, model, trains=trains)
+            except DataDependentShapeError:
+                if finder is None or finder.always:
+                    raise
+                finder.always = True  # nothing can run these shapes unplanned
+                return self._executor(feeds, model, plans)
+        plans[key] = executor
         return executor
+
+    def _bound(self, feeds: Mapping[str, Array], model: ir.Model, *, trains: bool) -> Executor:
+        """A new plan; if it does not fit beside those for other shapes, they make room."""
+        try:
+            return self._bind(feeds, model, trains=trains)
+        except DeviceMemoryError as error:
+            if not self.training and not self.evaluation:
+                raise
+            _release(error)
+        self._backend.memory.synchronize()
+        self.training.clear()
+        self.evaluation.clear()
+        self._arenas.forget()
+        gc.collect()
+        return self._bind(feeds, model, trains=trains)
 
     def _finder(self, model: ir.Model) -> SizeFinder | None:
         """What finds the sizes of a graph whose shapes depend on the contents of feeds; None: they do not."""
@@ -162,7 +188,17 @@ class PlanCache:
         taken = self._left - (self._backend.memory.available() or 0)  # by other plans, and what their kernels loaded
         host = self.on_host() if self.state.offloaded else None  # runs updates whose state lies there
         try:
-            return Executor(plan, self.state, self._backend, comm, groups=groups, host=host, check=self.check, wrap=self.wrap)
+            return Executor(
+                plan,
+                self.state,
+                self._backend,
+                comm,
+                groups=groups,
+                host=host,
+                check=self.check,
+                wrap=self.wrap,
+                arenas=self._arenas,
+            )
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import Case, explain
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
@@ -46,8 +46,18 @@ class Capture(NamedTuple):
     checks: Sequence[str]
 
 
+Axes = Sequence[Mapping[int, str]]
+"""For each input its axes of any size, with a symbol each: ``batch`` for the batch. Axes with one symbol are of one size."""
+
+BATCH = "batch"
+
 _MULTIPLES = range(1, 9)
 """Of the example's batch: what is so for all of them is said of a batch in general, such as that it is even."""
+
+
+def only_batches(axes: Axes) -> bool:
+    """Whether batches alone are of any size."""
+    return {symbol for symbols in axes for symbol in symbols.values()} == {BATCH}
 
 
 def enlarged(tensors: Sequence[torch.Tensor], batched: Sequence[int]) -> list[torch.Tensor]:
@@ -55,34 +65,44 @@ def enlarged(tensors: Sequence[torch.Tensor], batched: Sequence[int]) -> list[to
     return [t.repeat(8, *[1] * (t.dim() - 1)) if k in batched else t for k, t in enumerate(tensors)]
 
 
-def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], *, strict: bool) -> Capture:
+def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], axes: Axes, *, strict: bool) -> Capture:
     """Capture ``module`` called with ``tensors``.
 
     Args:
-        batched: the places of the inputs whose first dimension is a batch of any size.
+        axes: those of any size.
         strict: follow the module's bytecode, which is slow, and knows what ``len(x)`` is.
 
     Raises:
         FixedBatchError: it can be captured for batches of the size of ``tensors`` only.
     """
+    places: dict[str, list[tuple[int, int]]] = {}
+    for k, symbols in enumerate(axes):
+        for axis, symbol in symbols.items():
+            places.setdefault(symbol, []).append((k, axis))
+    batched = [k for k, axis in places.get(BATCH, ()) if axis == 0]
 
-    def share_their_batch(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        for k in batched[1:]:
-            torch._check(inputs[k].shape[0] == inputs[batched[0]].shape[0])  # type: ignore[no-untyped-call]
+    def share_their_sizes(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        for (first, its), *others in places.values():
+            for k, axis in others:
+                torch._check(inputs[k].shape[axis] == inputs[first].shape[its])  # type: ignore[no-untyped-call]
 
-    def captured(tensors: Sequence[torch.Tensor], size: Any) -> ExportedProgram:
-        shapes = shapes_of(module, len(tensors), batched, size)
+    def captured(tensors: Sequence[torch.Tensor], size: Any = None) -> ExportedProgram:
+        shapes = shapes_of(module, axes, size)
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=strict)
 
-    handle = module.register_forward_pre_hook(share_their_batch)
+    handle = module.register_forward_pre_hook(share_their_sizes)
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)  # they read values, and a capture has none
     try:
         with OtherForms() as forms, forms.checks.of_numbers(), own_gradients.captured(), packed.of_any_batch():
             try:
-                return Capture(captured(tensors, Dim("batch")), "", forms.hooked, forms.padded, forms.checks)
+                return Capture(captured(tensors), "", forms.hooked, forms.padded, forms.checks)
             except UserError as error:
-                if not batched or error.error_type is not UserErrorType.CONSTRAINT_VIOLATION or "data-dependent" in str(error):
+                if (
+                    not only_batches(axes)
+                    or error.error_type is not UserErrorType.CONSTRAINT_VIOLATION
+                    or "data-dependent" in str(error)
+                ):
                     raise
                 reason = error
             for example in (tensors, enlarged(tensors, batched)):  # half of two samples is one, which is a constant
@@ -97,11 +117,12 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: S
         handle.remove()
 
 
-def shapes_of(module: torch.nn.Module, count: int, batched: Sequence[int], size: Any) -> Any:
-    """The ``dynamic_shapes`` of a call with ``count`` tensors, by the parameters of ``forward``: ``size`` for each batch."""
-    if not batched:
+def shapes_of(module: torch.nn.Module, axes: Axes, size: Any = None) -> Any:
+    """The ``dynamic_shapes`` of a call, by the parameters of ``forward``; ``size``: in place of symbols."""
+    if not any(axes):
         return None
-    shapes: tuple[Any, ...] = tuple({0: size} if k in batched else None for k in range(count))
+    dims = {symbol: Dim(symbol) if size is None else size for symbols in axes for symbol in symbols.values()}
+    shapes: tuple[Any, ...] = tuple({axis: dims[symbol] for axis, symbol in symbols.items()} or None for symbols in axes)
     kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         first = kinds.index(inspect.Parameter.VAR_POSITIONAL)

@@ -16,12 +16,12 @@ from graphc.frontends.torch_export.notes import Notes
 
 
 def translate(
-    module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], opset: int
+    module: torch.nn.Module, tensors: Sequence[torch.Tensor], axes: batches.Axes, opset: int
 ) -> tuple[ir.Model, Notes]:
     """Capture ``module`` called with ``tensors``, and write what was captured as a model.
 
     Args:
-        batched: the places of the inputs whose first dimension is a batch of any size.
+        axes: those of any size.
 
     Raises:
         FixedBatchError: it can be exported for batches of the size of ``tensors`` only.
@@ -36,25 +36,26 @@ def translate(
             for operator, form in forms.translations().items()
         },
         "verbose": False,
-        "dynamic_shapes": batches.shapes_of(module, len(tensors), batched, torch.export.Dim("batch")),
+        "dynamic_shapes": batches.shapes_of(module, axes),
     }
     failures = []
     with rnn.without_steps(), experts.of_any_type():
         for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
             try:
-                captured = batches.capture(module, tensors, batched, strict=strict)
+                captured = batches.capture(module, tensors, axes, strict=strict)
                 trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
                 written = buffers.changed(captured.program, module)
                 changed, assigned = ([name for name in written if (name in trained) is of_it] for of_it in (False, True))
                 if assigned:
                     buffers.pass_through(captured.program, assigned)
                 if changed:
-                    buffers.expose(captured.program, changed, _changed_in_evaluation(module, tensors, batched, strict))
+                    buffers.expose(captured.program, changed, _changed_in_evaluation(module, tensors, axes, strict))
                 program = _translated(captured.program, settings)
                 _refuse_without_values(program.model)
                 break
             except Exception as error:  # of the module, of the capture or of the translation
-                number = batched and "Unsupported attribute type" in str(error)  # a symbol where ONNX has an attribute
+                # a symbol where ONNX has an attribute
+                number = batches.only_batches(axes) and "Unsupported attribute type" in str(error)
                 failures.append(batches.FixedBatchError(" (an attribute of an operator)") if number else error)
         else:
             raise next((error for error in failures if isinstance(error, batches.FixedBatchError)), failures[0])
@@ -78,13 +79,13 @@ def _refuse_without_values(model: ir.Model) -> None:
 
 
 def _changed_in_evaluation(
-    module: torch.nn.Module, tensors: Sequence[torch.Tensor], batched: Sequence[int], strict: bool
+    module: torch.nn.Module, tensors: Sequence[torch.Tensor], axes: batches.Axes, strict: bool
 ) -> list[str]:
     """The buffers that the module changes in evaluation too: a state that it hands from batch to batch."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:
-        return buffers.changed(batches.capture(module, tensors, batched, strict=strict).program, module)
+        return buffers.changed(batches.capture(module, tensors, axes, strict=strict).program, module)
     except Exception:  # of code that can be captured in training only
         return []
     finally:
