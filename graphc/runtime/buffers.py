@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphc.device import Array, HostSync, Memory, Run, aligned_zeros
+from graphc.device import Array, HostSync, Memory, Run
 from graphc.errors import ModelError
 from graphc.ir.facts import constant, dtype_of, static_dims
 from graphc.plan.buffers import ARENA, RESULTS, STASH, SUMS
@@ -27,7 +27,8 @@ class Arenas:
     """
 
     def __init__(self, memory: Memory) -> None:
-        self._memory, self._held = memory, aligned_zeros(0)
+        self._memory = memory
+        self._held: Array | None = None
 
     def take(self, nbytes: int) -> Array:
         """Bytes for one more plan; if it needs more than any before, new memory, which the next ones share with it.
@@ -35,13 +36,14 @@ class Arenas:
         That is half as much again as it needs, so that shapes that grow slowly do not each get memory of their own; the host
         gives pages only for what is written.
         """
-        if self._held.nbytes < nbytes:
-            self._held = self._memory.zeros(nbytes + nbytes // 2 if self._held.nbytes else nbytes)
-        return self._held[:nbytes]
+        held = self._held
+        if held is None or held.nbytes < nbytes:
+            held = self._held = self._memory.zeros(nbytes if held is None else nbytes + nbytes // 2)
+        return held[:nbytes]
 
     def forget(self) -> None:
         """Share what was taken so far with no further plan: it is free once the plans that use it are."""
-        self._held = aligned_zeros(0)
+        self._held = None
 
 
 class BufferMap:

@@ -253,6 +253,23 @@ def test_a_plan_that_does_not_fit_changes_nothing(
         assert np.isfinite(trainer.step(dict(zip(("input", "label"), SPECS["lenet"].batch(4), strict=True)))["loss"])
 
 
+def test_plans_for_other_batches_make_room_for_one_that_does_not_fit_beside_them(
+    exported: Callable[[str], str], register_backend: Callable[..., None]
+) -> None:
+    program = compiled(exported("mlp"), backend="pretended")
+    needed = predicted(program.model, feed_shapes(program.model, 4096), CupyPlanner()).total
+    register_backend("pretended", lambda **_: CupyBackend(device=Bare(needed)))
+    with graphc.Trainer(program, threads=1) as trainer:
+        for batch in (2048, 1024):
+            trainer.plans.for_training(feeds_of(program, batch))
+        arenas = {plan.places.buffers["arena"].data.ptr for plan in trainer.plans.training.values()}
+        assert len(arenas) == 1
+        largest = trainer.plans.for_training(feeds_of(program, 4096))
+        assert list(trainer.plans.training.values()) == [largest]
+        with pytest.raises(DeviceMemoryError, match="a batch of"):
+            trainer.plans.for_training(feeds_of(program, 8192))
+
+
 @pytest.mark.filterwarnings("ignore:.*pass through host memory")
 def test_state_that_does_not_fit_is_told_before_there_is_a_plan(
     exported: Callable[[str], str], register_backend: Callable[..., None]
