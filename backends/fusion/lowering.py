@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,23 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 SHARED_BY = 64
 """Elements of a kernel that read one element of a small operand, from which it counts as cached."""
+
+
+FRAMES = 8
+"""Python calls for a node, at most, between a result and what it is computed of."""
+
+
+def _allow_depth(spec: KernelSpec) -> None:
+    """Let Python follow a chain of all nodes of a graph: an unrolled loop may be a kernel of thousands.
+
+    Its limit guards the stack of C, which calls from Python to Python do not take from since 3.11.
+    """
+    nodes = max(
+        (len(node.graph) for v in spec.stores if (node := v.producer()) is not None and node.graph is not None), default=0
+    )
+    needed = 1000 + FRAMES * nodes
+    if sys.getrecursionlimit() < needed:
+        sys.setrecursionlimit(needed)
 
 
 @dataclass(slots=True)
@@ -63,6 +81,7 @@ class Values:
         self._inner = {v.name for part, v in self._loops if part.dimension in spec.axes}
         self._totals: dict[ir.Node, str] = {}
         self._count = 0
+        _allow_depth(spec)
         self._begin()
 
     def _begin(self) -> None:

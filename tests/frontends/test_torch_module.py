@@ -148,3 +148,38 @@ def test_the_row_for_padding_trains_as_in_pytorch(tmp_path: Path) -> None:
 def test_what_would_train_otherwise_than_in_pytorch_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"row 2 of 'words.weight' trains"):
         frontends.export(Words(), torch.tensor([[1, 2]]), exporter="torchscript")
+
+
+class Tables(torch.nn.Module):
+    """Reads its parameters from a list and a dictionary, as cells with many weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.table = {name: torch.nn.Parameter(torch.rand(4) + 0.5) for name in ("scale", "shift")}
+        self.listed = [torch.nn.Parameter(torch.rand(4, 4) - 0.5)]
+        for name, value in [*self.table.items(), ("turn", self.listed[0])]:
+            self.register_parameter(name, value)
+        self.unknown = [torch.nn.Parameter(torch.ones(4))]  # which no optimizer is given
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x)) * self.table["scale"] + self.unknown[0]
+        return y @ self.listed[0] + self.table["scale"] * self.table["shift"]
+
+
+def test_parameters_that_forward_finds_in_a_list_or_dictionary_train() -> None:
+    torch.manual_seed(0)
+    module, x, y = Tables().train(), torch.randn(8, 4), torch.randn(8, 4)
+    loss, optimizer = graphc.losses.MSE(), graphc.optim.SGD(lr=0.1)
+    program = graphc.compile(module, loss=loss, optimizer=optimizer, example_inputs=(x,))
+    reference = torch.optim.SGD(module.parameters(), lr=0.1)
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(3):
+            wanted = torch.nn.functional.mse_loss(module(x), y)
+            reference.zero_grad()
+            wanted.backward()
+            reference.step()
+            assert trainer.step({"x": x.numpy(), "label": y.numpy()})["loss"] == pytest.approx(wanted.item(), rel=1e-5)
+        trained = trainer.trained_values()
+    for name, value in module.named_parameters():
+        np.testing.assert_allclose(trained[name], value.detach().numpy(), rtol=1e-4, atol=1e-6, err_msg=name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch.export.graph_signature import InputKind
 
 from graphc.frontends.torch_export import batches, buffers, experts, linalg, losses, marks, operators, rnn, special
 from graphc.frontends.torch_export import complex as complex_numbers
@@ -43,6 +44,7 @@ def translate(
         for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
             try:
                 captured = batches.capture(module, tensors, axes, strict=strict)
+                _read_parameters(captured.program, module)
                 trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
                 written = buffers.changed(captured.program, module)
                 changed, assigned = ([name for name in written if (name in trained) is of_it] for of_it in (False, True))
@@ -63,6 +65,23 @@ def translate(
     still = buffers.collect(model, module, changed)
     marks.define(model)
     return model, Notes(captured.assumed, captured.hooked, still, assigned, captured.padded, captured.checks)
+
+
+def _read_parameters(captured: torch.export.ExportedProgram, module: torch.nn.Module) -> None:
+    """Read a parameter that ``forward`` takes from a list or dictionary by its name: the capture made a constant of each use.
+
+    self.weights = {"scale": self.scale}        y = x * self.weights["scale"]
+    """
+    parameters = {(p.data_ptr(), p.shape, p.stride()): name for name, p in module.named_parameters() if p.numel()}
+    places = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
+    specs = captured.graph_signature.input_specs
+    named = {spec.target: places[spec.arg.name] for spec in specs if spec.kind is InputKind.PARAMETER}
+    for spec in specs:
+        held = captured.constants.get(spec.target or "") if spec.kind is InputKind.CONSTANT_TENSOR else None
+        if isinstance(held, torch.Tensor):
+            name = parameters.get((held.data_ptr(), held.shape, held.stride()))
+            if name in named:
+                places[spec.arg.name].replace_all_uses_with(named[name])
 
 
 def _refuse_without_values(model: ir.Model) -> None:

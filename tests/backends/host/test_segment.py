@@ -530,3 +530,29 @@ def test_a_short_time_fourier_transform_is_products(backend: Backend) -> None:
     wanted = np.stack([found.real**2, found.imag**2], -1)
     np.testing.assert_allclose(y, wanted, rtol=0, atol=2e-6 * wanted.max())
     assert any(part.runs == "kernel" and "transform" in part.nodes for part in backend.segment_parts(model))
+
+
+def test_a_chain_of_hundreds_of_ops_is_one_kernel() -> None:
+    """An unrolled loop is longer than Python follows calls as it starts."""
+    steps, drawn = 400, np.random.default_rng(2)
+    places, x = drawn.uniform(0.5, 1.5, steps).astype(np.float32), drawn.standard_normal((8, 16)).astype(np.float32)
+    w = drawn.uniform(0.5, 1.5, 16).astype(np.float32)
+    lines = [
+        f"c{k} = Constant <value = float {{{c}}}> ()  a{k} = Abs (h{k})  h{k + 1} = Sub (c{k}, a{k})"
+        for k, c in enumerate(places)
+    ]
+    head = '<ir_version: 10, opset_import: ["": 21]> net (float[N,16] x) => (float[N,16] y)'
+    model = onnx.parser.parse_model(f"{head} {{ h0 = Mul (x, w) {' '.join(lines)} y = Identity (h{steps}) }}")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1), train=["w"])
+    held = torch.from_numpy(w.copy()).requires_grad_()
+    with graphc.Trainer(program, threads=1) as trainer:
+        for _ in range(2):
+            h = torch.from_numpy(x) * held
+            for c in places:
+                h = float(c) - h.abs()
+            loss = h.square().mean()
+            (gradient,) = torch.autograd.grad(loss, held)
+            assert trainer.step({"x": x, "label": np.zeros_like(x)})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+            held = (held - 0.1 * gradient).detach().requires_grad_()
+        np.testing.assert_allclose(trainer.state.arrays["w"], held.detach().numpy(), rtol=1e-5)
