@@ -379,3 +379,23 @@ def test_other_modules_are_not_warned_of() -> None:
         warnings.simplefilter("error")
         model = export(torch.nn.Linear(6, 4), batch(0)[0])
     assert not model.functions
+
+
+def test_an_operator_with_a_gradient_of_its_own_is_refused_by_name() -> None:
+    @torch.library.custom_op("graphc_tests::spike", mutates_args=())
+    def spike(x: T) -> T:
+        return (x > 0).to(x.dtype)
+
+    spike.register_fake(torch.empty_like)
+    spike.register_autograd(lambda _, slope: slope)
+
+    class Spiking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(6, 4)
+
+        def forward(self, x: T) -> T:
+            return spike(self.inner(x))
+
+    with pytest.raises(ModelError, match=r"graphc_tests::spike defines its gradient .*call a torch.autograd.Function"):
+        export(Spiking(), batch(0)[0])

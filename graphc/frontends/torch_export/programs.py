@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.export.graph_signature import InputKind
 
 from graphc.frontends.torch_export import batches, buffers, experts, linalg, losses, marks, operators, rnn, special
@@ -44,6 +45,7 @@ def translate(
         for strict in (False, True):  # the second reads bytecode: it is slow, and knows what ``len(x)`` is
             try:
                 captured = batches.capture(module, tensors, axes, strict=strict)
+                _refuse_lost_gradients(captured.program)
                 _read_parameters(captured.program, module)
                 trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
                 written = buffers.changed(captured.program, module)
@@ -65,6 +67,19 @@ def translate(
     still = buffers.collect(model, module, changed)
     marks.define(model)
     return model, Notes(captured.assumed, captured.hooked, still, assigned, captured.padded, captured.checks)
+
+
+def _refuse_lost_gradients(captured: torch.export.ExportedProgram) -> None:
+    """Refuse operators with a gradient of their own: what is written of them, if anything, is what they compute."""
+    for part in captured.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
+                found = OPDEFS.get(node.target.name().partition(".")[0])
+                if found is not None and found._backward_fn is not None:
+                    raise TypeError(
+                        f"the operator {node.target.name()} defines its gradient with torch.library.register_autograd, which "
+                        "a capture does not keep: call a torch.autograd.Function with the same forward and backward instead"
+                    )
 
 
 def _read_parameters(captured: torch.export.ExportedProgram, module: torch.nn.Module) -> None:
