@@ -74,10 +74,11 @@ def _refuse_lost_gradients(captured: torch.export.ExportedProgram) -> None:
     for part in captured.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
-                found = OPDEFS.get(node.target.name().partition(".")[0])
+                name = str(node.target._schema.name)
+                found = OPDEFS.get(name)
                 if found is not None and found._backward_fn is not None:
                     raise TypeError(
-                        f"the operator {node.target.name()} defines its gradient with torch.library.register_autograd, which "
+                        f"the operator {name} defines its gradient with torch.library.register_autograd, which "
                         "a capture does not keep: call a torch.autograd.Function with the same forward and backward instead"
                     )
 
