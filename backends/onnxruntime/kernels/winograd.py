@@ -179,7 +179,7 @@ def weight_gradient(pool: Pool, scratch: Scratchpad, x: Array, dy: Array, dw: Ar
     return in_order(
         [
             pool.bind(_weight_products, (x, dy, geometry, scratch.cell), cut.shares),
-            pool.bind(_weight_gradient, (x, dy, dw, geometry, scratch.cell), outs, max(1, 4096 // channels)),
+            pool.bind(_weight_gradient, (x, dy, dw, geometry, scratch.cell), outs, max(1, 512 // channels)),
         ]
     )
 
@@ -452,8 +452,10 @@ def _largest(sums, m, c):
 def _sum_small(x, dy, m, dw, begin_h, begin_w, small):
     """Sum each of these places of dw as the definition says: rows of dy, moved under each column of taps, times rows of x."""
     (rows, columns), (height, width) = dy.shape[2:], x.shape[2:]
+    taken = 0  # a bit for each column of taps
     for place in small:
         dw[int(place) // 9, int(place) % 9 // 3, int(place) % 3] = 0.0
+        taken |= 1 << int(place) % 3
     start, most = moved_slopes(), max(1, WIDEST // width)
     for n in range(dy.shape[0]):
         for p in range(0, rows, most):
@@ -462,7 +464,21 @@ def _sum_small(x, dy, m, dw, begin_h, begin_w, small):
             if not _is_any(array_of(floats_at(dy[n, m, p].ctypes.data), (count * columns,))):
                 continue
             for j in range(3):
+                if not taken >> j & 1:
+                    continue
                 shift = j - begin_w
+                if columns == width > 2:  # one copy of all rows, then zeros where it ran into the next
+                    whole = array_of(floats_at(start + j * count * width * 4), (count * width,))
+                    source = array_of(floats_at(dy[n, m, p].ctypes.data), (count * width,))
+                    first, last = max(0, shift), count * width + min(0, shift)
+                    for q in range(first, last):
+                        whole[q] = source[q - shift]
+                    for r in range(count):
+                        for q in range(shift):
+                            whole[r * width + q] = 0.0
+                        for q in range(shift, 0):
+                            whole[(r + 1) * width + q] = 0.0
+                    continue
                 low, high = max(0, shift), min(width, columns + shift)
                 for r in range(count):
                     line, slopes = moved[j, r], dy[n, m, p + r]
