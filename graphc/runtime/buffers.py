@@ -16,7 +16,7 @@ from graphc.runtime.input_staging import Feeds
 from graphc.runtime.state import State
 
 OWN = (ARENA, RESULTS, SUMS)
-"""Buffers that a plan has for itself, the arena perhaps in turn (:class:`Arenas`); all plans share the others."""
+"""Buffers whose contents are of one plan only; all plans share the others. Arenas may share memory (:class:`Arenas`)."""
 
 
 class Arenas:
@@ -31,10 +31,11 @@ class Arenas:
         self._held: Array | None = None
 
     def take(self, nbytes: int) -> Array:
-        """Bytes for one more plan; if it needs more than any before, new memory, which the next ones share with it.
+        """Return the arena of one more plan.
 
-        That is half as much again as it needs, so that shapes that grow slowly do not each get memory of their own; the host
-        gives pages only for what is written.
+        A plan that needs more than those before it gets new memory, which later plans share. It is half as large again as
+        needed, so that shapes that grow slowly do not each get memory of their own; the host gives pages only for what is
+        written.
         """
         held = self._held
         if held is None or held.nbytes < nbytes:

@@ -88,16 +88,20 @@ def _read_parameters(captured: torch.export.ExportedProgram, module: torch.nn.Mo
 
     self.weights = {"scale": self.scale}        y = x * self.weights["scale"]
     """
-    parameters = {(p.data_ptr(), p.shape, p.stride()): name for name, p in module.named_parameters() if p.numel()}
     places = {node.name: node for node in captured.graph.nodes if node.op == "placeholder"}
     specs = captured.graph_signature.input_specs
     named = {spec.target: places[spec.arg.name] for spec in specs if spec.kind is InputKind.PARAMETER}
+    parameters = {
+        (p.data_ptr(), p.shape, p.stride()): named[name]
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if name in named and p.numel()
+    }
     for spec in specs:
         held = captured.constants.get(spec.target or "") if spec.kind is InputKind.CONSTANT_TENSOR else None
         if isinstance(held, torch.Tensor):
-            name = parameters.get((held.data_ptr(), held.shape, held.stride()))
-            if name in named:
-                places[spec.arg.name].replace_all_uses_with(named[name])
+            parameter = parameters.get((held.data_ptr(), held.shape, held.stride()))
+            if parameter is not None:
+                places[spec.arg.name].replace_all_uses_with(parameter)
 
 
 def _refuse_without_values(model: ir.Model) -> None:

@@ -533,7 +533,7 @@ def test_a_short_time_fourier_transform_is_products(backend: Backend) -> None:
 
 
 def test_a_chain_of_hundreds_of_ops_is_one_kernel() -> None:
-    """An unrolled loop is longer than Python follows calls as it starts."""
+    """The chain of an unrolled loop is deeper than Python's recursion limit."""
     steps, drawn = 400, np.random.default_rng(2)
     places, x = drawn.uniform(0.5, 1.5, steps).astype(np.float32), drawn.standard_normal((8, 16)).astype(np.float32)
     w = drawn.uniform(0.5, 1.5, 16).astype(np.float32)
