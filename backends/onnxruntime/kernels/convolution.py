@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, kernel
-from graphc.backends.onnxruntime.kernels import depthwise, tiled_convolution, winograd
+from graphc.backends.onnxruntime.kernels import depthwise, pointwise, tiled_convolution, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
@@ -118,10 +118,14 @@ def conv_grad_weight(k: Binding) -> Run:
         found = _winograd_window(k, "weight", x, dw, dy)
         if found is not None:
             return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, found)
+        if alone and pointwise.is_faster(x, dw, dy) and not _is_rounded(k, x, dw, dy):
+            images, slopes = (array.reshape(*array.shape[:2], -1) for array in (x, dy))
+            return pointwise.weight_gradient(k.pool, images, slopes, dw.reshape(dw.shape[:2]))
         return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
 
-    if _is_sum_on_tiles(k.pool, x, dw, dy, int(k.attributes.get("group", 1)), window):
-        slopes, images = dy.reshape(*dy.shape[:2], -1), x.reshape(*x.shape[:2], -1)
+    alone = int(k.attributes.get("group", 1)) == 1 and _reads_single_pixels(window)
+    if alone and _is_sum_on_tiles(k.pool, dw, dy):
+        images, slopes = (array.reshape(*array.shape[:2], -1) for array in (x, dy))
         sums = dw.reshape(dw.shape[:2])
         return product_on_tiles(k.pool, slopes, images.transpose(0, 2, 1), sums, None, otherwise, summed=True)
     tiled = _tiled_window(k, "weight", x, dw, dy)
@@ -156,14 +160,18 @@ def _tiled_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window
     return window if tiled_convolution.is_faster(kind, x.shape, w.shape, y.shape, window, k.pool, others) else None
 
 
-def _is_sum_on_tiles(pool: Pool, x: Array, dw: Array, dy: Array, group: int, window: Window) -> bool:
-    """Whether dw of a window of one tap, Σ dy·xᵀ over the samples, takes less time on matrix tiles.
+def _reads_single_pixels(window: Window) -> bool:
+    """Whether each window is one pixel, and every pixel a window."""
+    return all(n == 1 for n in (*window.kernel, *window.strides)) and window.pads is not None and not any(window.pads)
+
+
+def _is_sum_on_tiles(pool: Pool, dw: Array, dy: Array) -> bool:
+    """Whether dw of a window of one pixel, Σ dy·xᵀ over the samples, takes less time on matrix tiles than in oneDNN.
 
     Forward and data gradients of such windows stay with oneDNN: it is nearly as fast on cores that run nothing else, and faster
     on others.
     """
-    alone = all(n == 1 for n in (*window.kernel, *window.strides, group)) and window.pads is not None and not any(window.pads)
-    if not alone or library() is None:
+    if library() is None:
         return False
     pixels = math.prod(dy.shape[2:])
     depth = len(dy) * -(-pixels // SIDE) * SIDE
@@ -273,7 +281,7 @@ def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequ
     if all(t == 1 for t in window.kernel):
         strided = any(s > 1 for s in window.strides)
         if kind == "weight":
-            return not strided and weight[0] <= weight[1]
+            return not strided and weight[0] <= weight[1]  # of few pixels: others are in :mod:`.pointwise`
         return math.prod(y[2:]) < 64 and not (kind == "input" and strided)
     if kind == "input":
         return x[1] >= FEW_CHANNELS

@@ -132,6 +132,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(WINOGRAD[0], WINOGRAD[2], i(61, 59, 3, 3), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
         c(TILED[0], TILED[2], i(62, 63, 5, 5), constants=(2,), **FIVE),
         c(f(5, 250, 7, 7), f(5, 257, 7, 7), i(257, 250, 1, 1), constants=(2,), kernel_shape=[1, 1]),
+        c(f(3, 37, 21, 20), f(3, 70, 21, 20), i(70, 37, 1, 1), constants=(2,), kernel_shape=[1, 1]),
     ],
     "Gemm": [
         c(f(65, 130), f(130, 129), f(129)),
