@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, kernel
-from graphc.backends.onnxruntime.kernels import depthwise, pointwise, tiled_convolution, winograd
+from graphc.backends.onnxruntime.kernels import depthwise, direct, pointwise, tiled_convolution, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
@@ -47,13 +48,18 @@ def conv(k: Binding) -> Run:
     (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
     alone = _depthwise_window(k, "forward", x, w)
     if alone is not None:
-        return depthwise.convolve(k.pool, x, w, bias, y, alone)
+        group = int(k.attributes.get("group", 1))
+        return (
+            direct.convolve(k.pool, x, w, bias, y, alone, group)
+            if x.ndim < 5
+            else depthwise.convolve(k.pool, x, w, bias, y, alone)
+        )
 
     def otherwise() -> Run:
         window = _winograd_window(k, "forward", x, w, y)
         if window is not None:
             return winograd.convolve(k.pool, scratchpad_of(k.pool), x, w, bias, y, window)
-        return _onednn(k, "forward", x, w, y, bias)
+        return _direct(k, x, w, bias, y) or _onednn(k, "forward", x, w, y, bias)
 
     tiled = _tiled_window(k, "forward", x, w, y)
     return otherwise() if tiled is None else tiled_convolution.convolve("forward", k.pool, x, w, bias, y, tiled, otherwise)
@@ -94,7 +100,8 @@ def conv_grad_input(k: Binding) -> Run:
 def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
     alone = _depthwise_window(k, "input", dx, w)
     if alone is not None:
-        return depthwise.input_gradient(k.pool, dy, w, dx, alone)
+        around = _turn_around(k, w, dx) if dx.ndim < 5 else None
+        return depthwise.input_gradient(k.pool, dy, w, dx, alone) if around is None else around.directly(k.pool, dy, dx)
 
     def otherwise() -> Run:
         window = _winograd_window(k, "input", dx, w, dy)
@@ -121,9 +128,12 @@ def conv_grad_weight(k: Binding) -> Run:
         if alone and pointwise.is_faster(x, dw, dy) and not _is_rounded(k, x, dw, dy):
             images, slopes = (array.reshape(*array.shape[:2], -1) for array in (x, dy))
             return pointwise.weight_gradient(k.pool, images, slopes, dw.reshape(dw.shape[:2]))
+        group, rounded = int(k.attributes.get("group", 1)), _is_rounded(k, x, dw, dy)
+        if not rounded and direct.gradient_is_faster(x, dw, dy, group, window, k.pool.threads):
+            return direct.weight_gradient(k.pool, x, dy, dw, window, group)
         return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
 
-    alone = int(k.attributes.get("group", 1)) == 1 and _reads_single_pixels(window)
+    alone = int(k.attributes.get("group", 1)) == 1 and pointwise.reads_single_pixels(window)
     if alone and _is_sum_on_tiles(k.pool, dw, dy):
         images, slopes = (array.reshape(*array.shape[:2], -1) for array in (x, dy))
         sums = dw.reshape(dw.shape[:2])
@@ -158,11 +168,6 @@ def _tiled_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window
     if kind == "weight" and not transformed:
         others += WEIGHT_TIME * w.size
     return window if tiled_convolution.is_faster(kind, x.shape, w.shape, y.shape, window, k.pool, others) else None
-
-
-def _reads_single_pixels(window: Window) -> bool:
-    """Whether each window is one pixel, and every pixel a window."""
-    return all(n == 1 for n in (*window.kernel, *window.strides)) and window.pads is not None and not any(window.pads)
 
 
 def _is_sum_on_tiles(pool: Pool, dw: Array, dy: Array) -> bool:
@@ -209,51 +214,93 @@ def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, bias: Array | N
     ).runner()
 
 
+def _direct(k: Binding, x: Array, w: Array, bias: Array | None, y: Array) -> Run | None:
+    """y = Conv(x, w, bias) without oneDNN, where that is faster."""
+    group, window = int(k.attributes.get("group", 1)), Window.of(k.attributes, x.shape[2:], w.shape[2:])
+    if _is_rounded(k, x, w, y):
+        return None
+    if group > 1 and bias is None and pointwise.reads_single_pixels(window):
+        return pointwise.grouped_products(k.pool, x, w, y, group)
+    if direct.is_faster(x, w, y, group, window, k.pool.threads):
+        return direct.convolve(k.pool, x, w, bias, y, window, group)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """An input gradient as the convolution dx = Conv(dy, turned w).
+
+    Attributes:
+        weights: C × M/group × window; channels in the place of results, and taps in reverse order.
+        turn: what writes them.
+    """
+
+    weights: Array
+    window: Window
+    group: int
+    turn: Run
+
+    def directly(self, pool: Pool, dy: Array, dx: Array) -> Run:
+        """dx in the kernel of :mod:`.direct`."""
+        return in_order([self.turn, direct.convolve(pool, dy, self.weights, None, dx, self.window, self.group)])
+
+
+def _turn_around(k: Binding, w: Array, dx: Array) -> _Around | None:
+    """The input gradient of a convolution with steps of one, if it pads no more than its windows reach."""
+    window, group = Window.of(k.attributes, dx.shape[2:], w.shape[2:]), int(k.attributes.get("group", 1))
+    begin, end = (tuple(s - 1 - p for s, p in zip(window.span, side, strict=True)) for side in window.padding)
+    if any(step > 1 for step in window.strides) or min(*begin, *end) < 0:
+        return None
+    taps, outs = math.prod(window.kernel), len(w) // group
+    weights = np.empty((dx.shape[1], outs, *window.kernel), dtype=np.float32)
+    arguments = w.reshape(*w.shape[:2], taps), weights.reshape(*weights.shape[:2], taps)
+    turn = k.pool.bind(_turn, arguments, len(weights), max(1, 16384 // (taps * outs)))
+    return _Around(weights, Window(window.kernel, window.strides, window.dilations, begin, end), group, turn)
+
+
 def _turned(k: Binding, dy: Array, w: Array, dx: Array) -> Run | None:
     """dx = Conv(dy, turned w), where that is faster: of few channels, oneDNN's input gradient takes 1.5 to 5 times as long.
 
     Measured with AVX-512 on images of 64 × 64 and 32 × 32 × 32 of 4 to 12 channels; of 3, it takes as long. With AVX2, it takes
     0.2 to 0.8 of the time on plain arrays, and 1.2 to 1.6 of that in blocked layouts, which would be better there.
     """
-    lib, window = library(), Window.of(k.attributes, dx.shape[2:], w.shape[2:])
+    lib, around, rounded = library(), _turn_around(k, w, dx), _is_rounded(k, dx, w, dy)
     assert lib is not None
-    assert window.pads is not None
-    few = FEWEST_TURNED <= dx.shape[1] < FEW_CHANNELS and math.prod(window.kernel) > 1
-    if not few or int(k.attributes.get("group", 1)) != 1 or any(step > 1 for step in window.strides):
+    if around is None:
         return None
-    reach = [d * (t - 1) for d, t in zip(window.dilations, window.kernel, strict=True)]
-    pads = [whole - pad for whole, pad in zip(reach * 2, window.pads, strict=True)]
-    if min(pads) < 0:
+    window, group = around.window, around.group
+    if group > 1 and not rounded and pointwise.reads_single_pixels(window):
+        return pointwise.grouped_products(k.pool, dy, w, dx, group, turned=True)
+    if not rounded and direct.is_faster(dy, around.weights, dx, group, window, k.pool.threads, turned=True):
+        return around.directly(k.pool, dy, dx)
+    if group > 1 or not FEWEST_TURNED <= dx.shape[1] < FEW_CHANNELS or max(window.kernel) == 1:
         return None
-    turned = np.empty((w.shape[1], w.shape[0], *window.kernel), dtype=np.float32)
     run = ConvolutionPrimitive(
         lib,
         "forward",
         dy,
-        turned,
+        around.weights,
         dx,
         None,
         group=1,
         strides=window.strides,
         dilations=window.dilations,
-        pads=tuple(pads),
+        pads=[pad for side in window.padding for pad in side],
         blocked=True,
-        rounded=_is_rounded(k, dx, w, dy),
+        rounded=rounded,
         pool=k.pool,
     ).runner()
-    taps = math.prod(window.kernel)
-    arguments = w.reshape(*w.shape[:2], taps), turned.reshape(*turned.shape[:2], taps)
-    return in_order([k.pool.bind(_turn, arguments, len(turned), max(1, 16384 // (taps * len(w)))), run])
+    return in_order([around.turn, run])
 
 
 @jit
 def _turn(w, turned, start, stop):
-    """Channels change places with results, and the taps their order."""
-    for c in range(start, stop):
-        for m in range(w.shape[0]):
-            taps = w.shape[2]
+    """Channels change places with results of their group, and the taps their order."""
+    channels, outs, taps = w.shape[1], turned.shape[1], w.shape[2]
+    for i in range(start, stop):
+        for m in range(outs):
             for t in range(taps):
-                turned[c, m, t] = w[m, c, taps - 1 - t]
+                turned[i, m, t] = w[i // channels * outs + m, i % channels, taps - 1 - t]
 
 
 def _is_rounded(k: Binding, x: Array, w: Array, y: Array) -> bool:

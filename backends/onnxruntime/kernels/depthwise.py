@@ -19,6 +19,7 @@ import numpy as np
 
 from graphc.backend import Pool
 from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.lines import copy_padded_line, filled
 from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.backends.onnxruntime.vectors.functions import LANES, taps_function
 from graphc.device import Array, Run
@@ -75,20 +76,14 @@ def _weight_gradient(x, dy, dw, geometry, images, slopes, all_sums, offsets, sta
             sums[:] = 0.0
             for n in range(samples):
                 for r in range(rows):
-                    for q in range(columns):
-                        slope[r, q] = dy[n, c, r, q]
-                for h in range(max(0, begin_h), min(tall, height + begin_h)):
-                    source = x[n, c // outs, h - begin_h]
-                    for phase in range(stride_w):
-                        first = max(0, -((phase - begin_w) // stride_w))
-                        last = min(each, (width - 1 + begin_w - phase) // stride_w + 1)
-                        target, shift = image[h, phase], phase - begin_w
-                        if stride_w == 1:
-                            for e in range(first, last):
-                                target[e] = source[e + shift]
-                        else:
-                            for e in range(first, last):
-                                target[e] = source[e * stride_w + shift]
+                    copy_padded_line(dy[n, c, r].ctypes.data, 0, columns, 1, of_slope + r * step_of_slope, columns)
+                for phase in range(stride_w):
+                    shift = phase - begin_w
+                    first, last = filled(width, stride_w, shift, each)
+                    for h in range(max(0, begin_h), min(tall, height + begin_h)):
+                        source = x[n, c // outs, h - begin_h].ctypes.data + 4 * shift
+                        target = of_image + h * line + phase * 4 * each
+                        copy_padded_line(source, first, last, stride_w, target, each)
                 for i in range(taps_h):
                     at, row, j = of_image + i * dilation_h * line, of_sums + i * taps_w * LANES * 4, 0
                     step = stride_h * line

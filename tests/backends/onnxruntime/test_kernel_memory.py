@@ -115,6 +115,9 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 5, 6, 7), f(6, 1, 3, 2, 3), f(6), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
         c(*WINOGRAD[:2], f(61), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
         c(*TILED[:2], f(62), **FIVE),
+        c(f(2, 20, 37, 41), f(3, 20, 3, 3), f(3), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        c(f(2, 24, 26, 33), f(24, 3, 5, 5), None, group=8, kernel_shape=[5, 5], strides=[2, 2], pads=[2, 2, 2, 2]),
+        c(f(2, 12, 5, 7), f(9, 4, 1, 1), None, group=3),
     ],
     "ConvTranspose": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW)],
     "graphc::ConvGradInput": [
@@ -125,6 +128,8 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(WINOGRAD[2], WINOGRAD[1], i(4, 59, 18, 17), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
         c(TILED[2], TILED[1], i(4, 63, 30, 30), constants=(2,), **FIVE),
         c(f(2, 7, 9, 8), f(7, 6, 3, 2), i(2, 6, 9, 7), constants=(2,), kernel_shape=[3, 2], pads=[1, 1, 1, 1]),
+        c(f(2, 3, 37, 41), f(3, 20, 3, 3), i(2, 20, 37, 41), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        c(f(2, 9, 5, 7), f(9, 4, 1, 1), i(2, 12, 5, 7), constants=(2,), group=3),
     ],
     "graphc::ConvGradWeight": [
         c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
@@ -133,6 +138,8 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(TILED[0], TILED[2], i(62, 63, 5, 5), constants=(2,), **FIVE),
         c(f(5, 250, 7, 7), f(5, 257, 7, 7), i(257, 250, 1, 1), constants=(2,), kernel_shape=[1, 1]),
         c(f(3, 37, 21, 20), f(3, 70, 21, 20), i(70, 37, 1, 1), constants=(2,), kernel_shape=[1, 1]),
+        c(f(2, 20, 37, 41), f(2, 3, 37, 41), i(3, 20, 3, 3), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
+        c(f(2, 16, 301), f(2, 12, 301), i(12, 16, 31), constants=(2,), kernel_shape=[31], pads=[15, 15]),
     ],
     "Gemm": [
         c(f(65, 130), f(130, 129), f(129)),
