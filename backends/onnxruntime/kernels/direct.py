@@ -48,8 +48,8 @@ REGION = 48 << 10
 LINE = 16
 """Floats of a line of the cache; planes are an odd number of lines, so that lines of all channels spread over its sets."""
 
-COPY_TIMES, RESULT_TIME = (1.0, 2.0, 3.0), 0.7
-"""Cycles of copying a number into the region, for strides of 1, 2 and more along lines, and a result out of it."""
+COPY_TIMES, SINGLE_TIME, RESULT_TIME = {1: 0.6, 2: 1.5, 4: 3.0}, 10.0, 0.5
+"""Cycles of copying a number into the region by the stride along lines, for other strides, and of a result out of it."""
 
 WHOLE_SHARE, WIDE_SHARE, GROUP_SHARE = (0.95, 0.55, 0.7) if LANES == 16 else (0.95, 0.6, 0.4)
 """The share of its peak that oneDNN reaches with whole vectors of channels, along wide windows, and in groups of a vector or
@@ -59,15 +59,19 @@ WIDEST = 20 if LANES == 16 else 8
 """The longest span of a line for which oneDNN has fast kernels."""
 
 GRADIENT_SHARE, LONG_SHARE, HALF_SHARE = (0.9, 0.24, 0.3) if LANES == 16 else (0.72, 0.7, 0.1)
-"""For weight gradients: the same, of windows of more than LONGEST taps along a line, and what half a vector leaves."""
+"""For weight gradients: the same, for long lines of taps, and what half a vector leaves."""
 
-LONGEST = 14
+LONGEST, FARTHEST = 14, 64
+"""Taps and span of a line beyond which oneDNN has no fast kernels for weight gradients."""
+
+BLOCKED_TIME = 1.0
+"""Cycles of copying a number of an image to or from oneDNN's own layouts."""
 
 FEWEST = 4
 """Fewest channels of an image that oneDNN's weight gradients pad to a vector."""
 
-CALL_TIME, TOTAL_TIME = 14, 3
-"""Cycles of a call that adds products up, and of the sum of a vector."""
+RATE, CALL_TIME, TOTAL_TIME = 2.0 if LANES == 16 else 1.2, 14, 3
+"""Additions of products a cycle, as measured, and cycles of a call that adds them up, and of the sum of a vector."""
 
 MARGIN = 1.15
 """How much faster the estimate must be, which knows nothing of memory."""
@@ -110,7 +114,7 @@ def blocks_of(
             for count, tile in _tiles(results):
                 whole = VECTORS[tile] * LANES
                 sums += count * -(-line // whole) * whole * taps * channels * _cycles(tile)
-            each = sums + COPY_TIMES[min(stride_w, 3) - 1] * size + RESULT_TIME * results * rows * columns
+            each = sums + COPY_TIMES.get(stride_w, SINGLE_TIME) * size + RESULT_TIME * results * rows * columns
             units = samples * group * -(-height // rows) * -(-width // columns)
             found.append(Blocks(rows, columns, pitch, plane, each * -(-units // threads)))
     return min(found, key=lambda blocks: blocks.time)
@@ -145,7 +149,8 @@ def is_faster(x: Array, w: Array, y: Array, group: int, window: Window, threads:
     products = len(x) * group * math.prod(y.shape[2:]) * math.prod(window.kernel) * _padded(results) * wide
     share = WIDE_SHARE if window.span[-1] > WIDEST else GROUP_SHARE if group > 1 and results <= LANES else WHOLE_SHARE
     own = blocks_of(len(x), group, channels, results, _size(y), _lifted(window), threads)
-    return bool(MARGIN * own.time < products / (2 * LANES * share * threads))
+    copied = x.size + y.size if wide >= LANES else y.size
+    return bool(MARGIN * own.time < (products / (2 * LANES * share) + BLOCKED_TIME * copied) / threads)
 
 
 def gradient_is_faster(x: Array, w: Array, y: Array, group: int, window: Window, threads: int) -> bool:
@@ -153,7 +158,7 @@ def gradient_is_faster(x: Array, w: Array, y: Array, group: int, window: Window,
     channels, results = w.shape[1], len(w) // group
     if not _is_taken(x, w, y, group, window):
         return False
-    share = LONG_SHARE if window.kernel[-1] > LONGEST else GRADIENT_SHARE
+    share = LONG_SHARE if window.kernel[-1] > LONGEST or window.span[-1] > FARTHEST else GRADIENT_SHARE
     if group > 1 and channels <= LANES:
         share *= 0.8 * (HALF_SHARE if channels < 8 else 1)
     wide = channels if channels < FEWEST or group > 1 else _padded(channels)
@@ -167,12 +172,13 @@ def gradient_is_faster(x: Array, w: Array, y: Array, group: int, window: Window,
         for several, times in ((MOST_TAPS, whole), (rest, 1)):
             if lines and several:
                 loads = lines + several * (2 if LANES == 16 else 1.5)
-                each = vectors * max(lines * several, loads) / 2 + CALL_TIME + TOTAL_TIME * lines * several
+                each = vectors * max(lines * several, loads) / RATE + CALL_TIME + TOTAL_TIME * lines * several
                 time += count * times * each
-    copies = COPY_TIMES[min(window.strides[-1], 3) - 1] * channels * math.prod(window.strides) * blocks.plane
+    copies = COPY_TIMES.get(window.strides[-1], SINGLE_TIME) * channels * math.prod(window.strides) * blocks.plane
     each = channels * time + copies + results * blocks.rows * blocks.pitch
     units = len(x) * group * math.prod(-(-n // b) for n, b in zip(_size(y), (blocks.rows, blocks.columns), strict=True))
-    return bool(MARGIN * each * -(-units // threads) < products / (2 * LANES * share * threads))
+    others = products / (2 * LANES * share) + BLOCKED_TIME * (x.size + y.size)
+    return bool(MARGIN * each * -(-units // threads) < others / threads)
 
 
 def _is_taken(x: Array, w: Array, y: Array, group: int, window: Window) -> bool:

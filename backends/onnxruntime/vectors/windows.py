@@ -39,7 +39,7 @@ def padded_line(step: int) -> Any:
     return Deferred(_INTRINSICS, "padded_line", step)
 
 
-MOST_LINES, MOST_TAPS = 4, 5 if LANES == 16 else 3
+MOST_LINES, MOST_TAPS = (4, 5) if LANES == 16 else (3, 3)
 """Most lines and taps of :func:`added_products`, whose sums stay in registers."""
 
 
