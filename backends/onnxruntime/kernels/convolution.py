@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, kernel
-from graphc.backends.onnxruntime.kernels import depthwise, direct, pointwise, tiled_convolution, winograd
+from graphc.backends.onnxruntime.kernels import depthwise, direct, direct_plans, pointwise, tiled_convolution, winograd
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
@@ -48,12 +48,7 @@ def conv(k: Binding) -> Run:
     (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
     alone = _depthwise_window(k, "forward", x, w)
     if alone is not None:
-        group = int(k.attributes.get("group", 1))
-        return (
-            direct.convolve(k.pool, x, w, bias, y, alone, group)
-            if x.ndim < 5
-            else depthwise.convolve(k.pool, x, w, bias, y, alone)
-        )
+        return direct.convolve(k.pool, x, w, bias, y, alone, int(k.attributes.get("group", 1)))
 
     def otherwise() -> Run:
         window = _winograd_window(k, "forward", x, w, y)
@@ -100,7 +95,7 @@ def conv_grad_input(k: Binding) -> Run:
 def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
     alone = _depthwise_window(k, "input", dx, w)
     if alone is not None:
-        around = _turn_around(k, w, dx) if dx.ndim < 5 else None
+        around = _turn_around(k, w, dx)
         return depthwise.input_gradient(k.pool, dy, w, dx, alone) if around is None else around.directly(k.pool, dy, dx)
 
     def otherwise() -> Run:
@@ -129,7 +124,7 @@ def conv_grad_weight(k: Binding) -> Run:
             images, slopes = (array.reshape(*array.shape[:2], -1) for array in (x, dy))
             return pointwise.weight_gradient(k.pool, images, slopes, dw.reshape(dw.shape[:2]))
         group, rounded = int(k.attributes.get("group", 1)), _is_rounded(k, x, dw, dy)
-        if not rounded and direct.gradient_is_faster(x, dw, dy, group, window, k.pool.threads):
+        if not rounded and direct_plans.gradient_is_faster(x, dw, dy, group, window, k.pool.threads):
             return direct.weight_gradient(k.pool, x, dy, dw, window, group)
         return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
 
@@ -221,7 +216,7 @@ def _direct(k: Binding, x: Array, w: Array, bias: Array | None, y: Array) -> Run
         return None
     if group > 1 and bias is None and pointwise.reads_single_pixels(window):
         return pointwise.grouped_products(k.pool, x, w, y, group)
-    if direct.is_faster(x, w, y, group, window, k.pool.threads):
+    if direct_plans.is_faster(x, w, y, group, window, k.pool.threads):
         return direct.convolve(k.pool, x, w, bias, y, window, group)
     return None
 
@@ -271,7 +266,7 @@ def _turned(k: Binding, dy: Array, w: Array, dx: Array) -> Run | None:
     window, group = around.window, around.group
     if group > 1 and not rounded and pointwise.reads_single_pixels(window):
         return pointwise.grouped_products(k.pool, dy, w, dx, group, turned=True)
-    if not rounded and direct.is_faster(dy, around.weights, dx, group, window, k.pool.threads, turned=True):
+    if not rounded and direct_plans.is_faster(dy, around.weights, dx, group, window, k.pool.threads, turned=True):
         return around.directly(k.pool, dy, dx)
     if group > 1 or not FEWEST_TURNED <= dx.shape[1] < FEW_CHANNELS or max(window.kernel) == 1:
         return None

@@ -1,4 +1,4 @@
-"""Depthwise convolutions, where oneDNN computes them element by element, and their weight gradient.
+"""Gradients of depthwise convolutions, where oneDNN computes them element by element.
 
 The weight gradient takes one channel at a time, all taps of a row of the window in registers:
 
@@ -7,8 +7,8 @@ The weight gradient takes one channel at a time, all taps of a row of the window
 oneDNN 3.2 and PyTorch 2.13 compute most windows beyond 3 × 3 as a small product a channel: for 7 × 7, 16 × 96 × 16 × 16, 37 ms
 of one thread (AVX2), where this takes 2.5; for 5 × 5, 6 and 1.3 ms. For 3 × 3 oneDNN is as fast or faster.
 
-Lines, volumes, windows beyond 7 × 7, dilated gradients and several results of a channel are sums of taps over a padded copy of
-a plane. 31 taps over 16 × 64 × 256: oneDNN 3.8 ms of two threads, this 0.35.
+Lines, volumes, windows beyond 7 × 7, dilated gradients and several results of a channel are in :mod:`.direct`, but for the
+input gradients of strided convolutions: these are sums of taps over a padded copy of a plane.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ BLOCK = 2048
 
 
 def is_fastest(kind: str, x: Array, w: Array, group: int, window: Window) -> bool:
-    """Whether :func:`convolve` or :func:`input_gradient` takes less time than oneDNN; for images, measured on AVX2 cores.
+    """Whether :func:`.direct.convolve` or :func:`input_gradient` takes less time than oneDNN; for images, measured with AVX2.
 
     Args:
         kind: ``"forward"`` or ``"input"``.
@@ -126,65 +126,41 @@ def is_fastest(kind: str, x: Array, w: Array, group: int, window: Window) -> boo
     return x.ndim != 4 or len(w) > group or slow
 
 
-def convolve(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window) -> Run:
-    """y = Conv(x, w, bias), each channel of x alone."""
-    return _bind_planes(pool, x, w, bias, y, window, window.padding[0], turned=False)
-
-
 def input_gradient(pool: Pool, dy: Array, w: Array, dx: Array, window: Window) -> Run:
-    """dx of y = Conv(x, w): a convolution of dy, spread by the strides, with the taps in reverse order."""
-    begin = tuple(span - 1 - before for span, before in zip(window.span, window.padding[0], strict=True))
-    return _bind_planes(pool, dy, w, None, dx, window, begin, turned=True)
-
-
-def _bind_planes(
-    pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window, begin: tuple[int, ...], *, turned: bool
-) -> Run:
-    """Bind y = Conv(x, w, bias), with ``begin`` zeros before each axis of x.
+    """dx of y = Conv(x, w): a convolution of dy, spread by the strides, with the taps in reverse order.
 
     A plane is copied with its padding, so that each tap lies one distance from the result, and results are computed for whole
     lines of the copy.
-
-    Args:
-        turned: the taps are in reverse order, and the strides lie between the elements of x, not between those of y.
     """
-    lift = [1] * (5 - x.ndim)
-    ones, strides = [1, 1, 1], [*lift, *window.strides]
-    spread, kept = (strides, ones) if turned else (ones, strides)
-    given, made = [*lift, *x.shape[2:]], [*lift, *y.shape[2:]]
-    tall = [(size - 1) * step + 1 for size, step in zip(made, kept, strict=True)]
-    depth, height, width = (size + span - 1 for size, span in zip(tall, [*lift, *window.span], strict=True))
+    lift = [1] * (5 - dy.ndim)
+    strides, spans, given, made = ([*lift, *sizes] for sizes in (window.strides, window.span, dy.shape[2:], dx.shape[2:]))
+    begin = [*(0 for _ in lift), *(s - 1 - before for s, before in zip(window.span, window.padding[0], strict=True))]
+    depth, height, width = (size + span - 1 for size, span in zip(made, spans, strict=True))
     steps = [height * width, width, 1]
-    size = sum((n - 1) * step for n, step in zip(tall, steps, strict=True)) + 1
+    size = sum((n - 1) * step for n, step in zip(made, steps, strict=True)) + 1
     taps = np.indices([*lift, *window.kernel]).reshape(3, -1)
     offsets = (taps * np.array([*lift, *window.dilations])[:, None] * np.array(steps)[:, None]).sum(axis=0)
-    direct = x.ndim == 3 and kept == ones
-    outs = len(w) // (y if turned else x).shape[1]
-    planes = y.shape[0] * y.shape[1]
+    outs, planes = len(w) // dx.shape[1], dx.shape[0] * dx.shape[1]
     parts = max(1, min(pool.threads, planes, planes * size * len(offsets) // 65536))
     copies: Array = np.zeros((parts, depth * height * width), dtype=np.float32)
-    wide: Array = np.zeros((parts, 1 if direct else size), dtype=np.float32)
-    first = np.zeros(len(w), dtype=np.float32) if bias is None else bias
-    numbers = np.array(
-        [given, made, spread, kept, [*(0 for _ in lift), *begin], steps, [size, outs, int(turned)]], dtype=np.int64
-    )
+    wide: Array = np.zeros((parts, size), dtype=np.float32)
+    numbers = np.array([given, made, strides, begin, steps, [outs, 0, 0]], dtype=np.int64)
     arguments = (
-        x.reshape(x.shape[0] * x.shape[1], *given),
+        dy.reshape(dy.shape[0] * dy.shape[1], *given),
         w.reshape(len(w), -1),
-        first,
         numbers,
-        offsets[::-1].copy() if turned else offsets,
-        y.reshape(planes, -1),
+        offsets[::-1].copy(),
+        dx.reshape(planes, -1),
         copies,
         wide,
     )
-    return pool.bind(_convolve_planes, arguments, parts)
+    return pool.bind(_spread_planes, arguments, parts)
 
 
 @jit
 def _copy_plane(source, numbers, target):
     """target[position · spread + begin] = source[position], where that lies inside."""
-    size, spread, begin, steps = numbers[0], numbers[2], numbers[4], numbers[5]
+    size, spread, begin, steps = numbers[0], numbers[2], numbers[3], numbers[4]
     tall, wide = target.size // steps[0], steps[1]
     rows = steps[0] // wide
     low = max(0, -(begin[2] // spread[2]))
@@ -227,38 +203,21 @@ def _add_taps(padded, weights, offsets, results):
 
 
 @jit
-def _convolve_planes(x, w, bias, numbers, offsets, y, copies, wide, start, stop):
-    size, kept, steps = numbers[1], numbers[3], numbers[5]
-    _, outs, turned = numbers[6]
-    parts, planes = copies.shape[0], y.shape[0]
-    channels = w.shape[0] // outs if turned else w.shape[0]  # of y
+def _spread_planes(dy, w, numbers, offsets, dx, copies, wide, start, stop):
+    size, steps, outs = numbers[1], numbers[4], numbers[5, 0]
+    parts, planes, channels = copies.shape[0], dx.shape[0], w.shape[0] // outs
     for part in range(start, stop):
-        padded, direct = copies[part], wide.shape[1] == 1
+        padded, results = copies[part], wide[part]
         for plane in range(planes * part // parts, planes * (part + 1) // parts):
             sample, c = plane // channels, plane % channels
-            results = y[plane] if direct else wide[part]
-            results[:] = 0.0 if turned else bias[c]
-            for out in range(outs if turned else 1):
-                source = sample * w.shape[0] + c * outs + out if turned else (sample * w.shape[0] + c) // outs
-                _copy_plane(x[source], numbers, padded)
-                weights = w[c * outs + out if turned else c]
-                if kept[0] == 1 and kept[1] == 1:
-                    _add_taps(padded, weights, offsets, results)
-                    continue
-                for d in range(size[0]):  # rows between those of y are left out
-                    for h in range(size[1]):
-                        at = d * kept[0] * steps[0] + h * kept[1] * steps[1]
-                        _add_taps(padded[at:], weights, offsets, results[at : at + (size[2] - 1) * kept[2] + 1])
-            if direct:
-                continue
-            target, n = y[plane], 0
+            results[:] = 0.0
+            for out in range(outs):
+                _copy_plane(dy[sample * w.shape[0] + c * outs + out], numbers, padded)
+                _add_taps(padded, w[c * outs + out], offsets, results)
+            target, n = dx[plane], 0
             for d in range(size[0]):
                 for h in range(size[1]):
-                    at = d * kept[0] * steps[0] + h * kept[1] * steps[1]
-                    if kept[2] == 1:
-                        for q in range(size[2]):
-                            target[n + q] = results[at + q]
-                    else:
-                        for q in range(size[2]):
-                            target[n + q] = results[at + q * kept[2]]
+                    at = d * steps[0] + h * steps[1]
+                    for q in range(size[2]):
+                        target[n + q] = results[at + q]
                     n += size[2]

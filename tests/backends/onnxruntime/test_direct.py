@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
-from graphc.backends.onnxruntime.kernels import direct, onednn  # noqa: E402
+from graphc.backends.onnxruntime.kernels import direct, direct_plans, onednn  # noqa: E402
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402
@@ -32,6 +32,9 @@ CASES = {
     "many regions": (1, 48, 9, 1, (40, 200), (5, 5), (1, 1), (1, 1), (2, 2, 2, 2)),
     "more results than a tile": (2, 3, 23, 1, (12, 12), (5, 5), (1, 1), (1, 1), (0, 0, 0, 0)),
     "windows beyond the image": (2, 3, 5, 1, (2, 3), (3, 5), (1, 1), (1, 1), (2, 4, 2, 4)),
+    "a volume to three": (1, 6, 3, 1, (7, 9, 20), (3, 3, 3), (1, 1, 1), (1, 1, 1), (1,) * 6),
+    "a volume, uneven strides": (2, 4, 8, 2, (7, 10, 18), (3, 2, 3), (2, 1, 2), (1, 3, 1), (1, 0, 2, 1, 1, 0)),
+    "layers far apart": (1, 3, 4, 1, (5, 4, 9), (3, 1, 3), (1, 1, 1), (4, 1, 2), (4, 0, 2, 4, 0, 2)),
     "a pixel": (1, 2, 3, 1, (1, 1), (3, 3), (1, 1), (1, 1), (1, 1, 1, 1)),
 }
 
@@ -54,7 +57,7 @@ def arrays(case: str) -> tuple[Window, int, list[Array]]:
     )
     n = len(size)
     sides = [pad for axis in reversed(range(n)) for pad in (pads[axis], pads[n + axis])]
-    convolve = torch.conv2d if n == 2 else torch.conv1d
+    convolve = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}[n]
     y = convolve(torch.nn.functional.pad(x, sides), w, b, strides, 0, dilations, group)
     dy = torch.tensor(rng.standard_normal(y.shape).astype(np.float32), dtype=torch.float64)
     y.backward(dy)
@@ -89,7 +92,7 @@ def test_results_and_weight_gradients_are_those_of_pytorch(case: str, pool: Thre
 @pytest.mark.parametrize("case", [case for case in CASES if "strides" not in case])
 def test_input_gradients_are_those_of_pytorch(case: str, pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     window, group, (x, w, _, _, dy, dx, _) = arrays(case)
-    monkeypatch.setattr(direct, "is_faster", lambda *_, **__: True)
+    monkeypatch.setattr(direct_plans, "is_faster", lambda *_, **__: True)
     attributes = {**window.attributes(), "group": group}
     shape = np.array(x.shape, dtype=np.int64)
     close(native("graphc::ConvGradInput", [dy, w, shape], attributes, pool, [dx], (2,))[0], dx)
@@ -111,7 +114,7 @@ def test_estimates_leave_whole_vectors_of_channels_to_onednn() -> None:
     def chosen(channels: int, outs: int, group: int = 1) -> tuple[bool, bool]:
         shapes = (4, channels, 64, 64), (outs, channels // group, 3, 3), (4, outs, 64, 64)
         x, w, y = (np.empty(shape, np.float32) for shape in shapes)
-        return direct.is_faster(x, w, y, group, window, 2), direct.gradient_is_faster(x, w, y, group, window, 2)
+        return direct_plans.is_faster(x, w, y, group, window, 2), direct_plans.gradient_is_faster(x, w, y, group, window, 2)
 
     assert chosen(64, 64) == (False, False)
     assert chosen(64, 3) == (True, True)
