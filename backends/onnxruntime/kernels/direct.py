@@ -18,10 +18,10 @@ import math
 import numpy as np
 
 from graphc.backend import Pool
-from graphc.backends.onnxruntime.kernels.direct_plans import LINE, Regions, blocks_of, lifted, size_of
+from graphc.backends.onnxruntime.kernels.direct_plans import LINE, RegionArrays, are_results_apart, blocks_of, lifted, size_of
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.lines import copy_padded_line, filled, line1
-from graphc.backends.onnxruntime.kernels.scratch import on_lines, scratchpad_of
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, floats_at
 from graphc.backends.onnxruntime.vectors.windows import BLOCK, MOST_LINES, MOST_TAPS, VECTORS, added_products, weighted_sums
 from graphc.device import Array, Run, in_order
@@ -40,7 +40,7 @@ def convolve(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, windo
     """y = Conv(x, w, bias) over one to three axes of space, for float32."""
     images, results, window = _in_space(x), _in_space(y), lifted(window)
     blocks = blocks_of(len(x), group, w.shape[1], len(w) // group, size_of(y), window, pool.threads)
-    regions = Regions.of(images, w, results, window, group, blocks)
+    regions = RegionArrays.of(images, w, results, window, group, blocks)
     wide = regions.line + BLOCK
     each = -(-4 * (regions.size + len(w) // group * wide) // 128) * 128
     parts = max(1, min(pool.threads, regions.units))
@@ -54,21 +54,27 @@ def convolve(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, windo
 
 
 def weight_gradient(pool: Pool, x: Array, dy: Array, dw: Array, window: Window, group: int) -> Run:
-    """dw of y = Conv(x, w), as :func:`convolve`: each thread's sums over its regions, then the sums of all threads."""
+    """dw of y = Conv(x, w), as :func:`convolve`.
+
+    Each thread adds up products over its regions, and the sums of all threads are added up; or, where those would take much
+    memory, each computes the gradients of its results over all regions.
+    """
     images, slopes, window = _in_space(x), _in_space(dy), lifted(window)
     channels, outs = dw.shape[1], len(dw) // group
     blocks = blocks_of(len(x), group, channels, outs, size_of(dy), window, pool.threads, copies=outs)
-    regions = Regions.of(images, dw, slopes, window, group, blocks)
+    regions = RegionArrays.of(images, dw, slopes, window, group, blocks)
     wide = -(-(blocks.rows * blocks.pitch + 2 * LANES) // LINE) * LINE
     each = -(-4 * (regions.size + outs * wide) // 128) * 128
-    parts = max(1, min(pool.threads, regions.units))
-    sums = on_lines((parts, dw.size))
-    scratchpad_of(pool).reserve(each * parts)
-    sizes = np.array([regions.units, parts, each, 4 * regions.size, wide], dtype=np.int64)
-    shapes = np.array([channels, outs, math.prod(window.kernel)], dtype=np.int64)
-    arguments = (images, slopes, sums, shapes, regions.cuts, regions.copies, sizes, regions.offsets, scratchpad_of(pool).cell)
-    total = pool.bind(_add_parts, (sums, dw.reshape(-1)), dw.size, 16384)
-    return in_order([pool.bind(_add_products, arguments, parts), total])
+    apart = are_results_apart(dw, group, pool.threads)
+    parts = max(1, min(pool.threads, outs // MOST_LINES if apart else regions.units))
+    of_sums, line = each * parts, 0 if apart else -(-4 * dw.size // 128) * 128
+    scratchpad_of(pool).reserve(of_sums + line * parts)
+    sizes = np.array([regions.units, parts, each, 4 * regions.size, wide, of_sums, line], dtype=np.int64)
+    shapes = np.array([channels, outs, math.prod(window.kernel), int(apart)], dtype=np.int64)
+    flat, cell = dw.reshape(-1), scratchpad_of(pool).cell
+    arguments = (images, slopes, flat, shapes, regions.cuts, regions.copies, sizes, regions.offsets, cell)
+    run = pool.bind(_add_products, arguments, parts)
+    return run if apart else in_order([run, pool.bind(_add_parts, (flat, sizes, cell), dw.size, 16384)])
 
 
 def _in_space(x: Array) -> Array:
@@ -213,32 +219,38 @@ def _add_taps(rows, taps, a, a_row, x, offsets, vectors, sums, sums_row):
 
 
 @jit
-def _add_products(x, dy, all_sums, shapes, cuts, copies, sizes, offsets, cell, start, stop):
+def _add_products(x, dy, dw, shapes, cuts, copies, sizes, offsets, cell, start, stop):
     group, deep, height, width, rows, columns, pitch, down, across = cuts
-    units, parts, each, of_slopes, wide = sizes
-    channels, outs, taps = shapes
+    units, parts, each, of_slopes, wide, behind_regions, line = sizes
+    channels, outs, taps, apart = shapes
     per_channel, behind = channels * taps, 4 * channels * copies[4] * copies[5] * copies[10] * copies[11]
     for part in range(start, stop):
-        region, sums = cell[0] + part * each, all_sums[part]
-        slopes, of_sums = region + of_slopes, sums.ctypes.data
-        for k in range(group * outs * per_channel):
+        region = cell[0] + part * each
+        slopes, of_sums = region + of_slopes, dw.ctypes.data if apart == 1 else cell[0] + behind_regions + part * line
+        sums = array_of(floats_at(of_sums), (dw.size,))
+        least, most, first, last = 0, outs, units * part // parts, units * (part + 1) // parts
+        if apart == 1:
+            tiles = (outs + MOST_LINES - 1) // MOST_LINES
+            least, most = tiles * part // parts * MOST_LINES, min(outs, tiles * (part + 1) // parts * MOST_LINES)
+            first, last = 0, units
+        for k in range(least * per_channel, (group - 1) * outs * per_channel + most * per_channel):
             sums[k] = 0.0
         line1(region, 0, 0, region + behind, BLOCK)  # zeros times what is left there would be NaN
-        for unit in range(units * part // parts, units * (part + 1) // parts):
+        for unit in range(first, last):
             block, plot = unit // (down * across), unit % (down * across)
             n, g, z = block // (group * deep), block // deep % group, block % deep
             top, left = plot // across * rows, plot % across * columns
             _copy_regions(x, n, g * channels, channels, z, copies, top, left, region)
             high, across_here = min(rows, height - top), min(columns, width - left)
             vectors = ((high - 1) * pitch + across_here + LANES - 1) // LANES
-            for m in range(outs):
+            for m in range(least, most):
                 for u in range(high):
                     source = dy[n, g * outs + m, z, top + u, left:].ctypes.data
                     line1(source, 0, across_here, slopes + 4 * (m * wide + u * pitch), pitch)
                 line1(region, 0, 0, slopes + 4 * (m * wide + high * pitch), LANES)
             for c in range(channels):
-                for m in range(0, outs, MOST_LINES):
-                    tall = min(MOST_LINES, outs - m)
+                for m in range(least, most, MOST_LINES):
+                    tall = min(MOST_LINES, most - m)
                     for t in range(0, taps, MOST_TAPS):
                         place = (g * outs + m) * per_channel + c * taps + t
                         _add_taps(
@@ -255,9 +267,10 @@ def _add_products(x, dy, all_sums, shapes, cuts, copies, sizes, offsets, cell, s
 
 
 @jit
-def _add_parts(parts, total, start, stop):
-    for k in range(start, stop):
-        whole = np.float32(0)
-        for part in range(parts.shape[0]):
-            whole += parts[part, k]
-        total[k] = whole
+def _add_parts(dw, sizes, cell, start, stop):
+    parts, behind_regions, line = sizes[1], sizes[5], sizes[6]
+    total = dw[start:stop]
+    for part in range(parts):
+        sums = array_of(floats_at(cell[0] + behind_regions + part * line + 4 * start), (stop - start,))
+        for k in range(total.size):
+            total[k] = sums[k] + (total[k] if part > 0 else np.float32(0))

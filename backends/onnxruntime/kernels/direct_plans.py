@@ -47,12 +47,15 @@ FEWEST = 4
 RATE, CALL_TIME, TOTAL_TIME = 2.0 if LANES == 16 else 1.2, 14, 3
 """Additions of products a cycle, as measured, and cycles of a call that adds them up, and of the sum of a vector."""
 
+LARGEST = 1 << 21
+"""Most numbers in the sums of all threads, which are memory that nothing else needs."""
+
 MARGIN = 1.15
 """How much faster the estimate must be, which knows nothing of memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class RegionSizes:
     """How results are cut into regions, and how a region lies in memory.
 
     Attributes:
@@ -70,7 +73,7 @@ class Blocks:
 
 def blocks_of(
     samples: int, group: int, channels: int, results: int, out: Sequence[int], window: Window, threads: int, copies: int = 0
-) -> Blocks:
+) -> RegionSizes:
     """The regions that take the least time by an estimate, for a group of ``channels`` and ``results``."""
     (depth, height, width), (_, stride_h, stride_w) = out, window.strides
     more = [(k - 1) * d // s for k, d, s in zip(window.kernel, window.dilations, window.strides, strict=True)]
@@ -90,7 +93,7 @@ def blocks_of(
                 sums += count * -(-line // whole) * whole * taps * channels * _cycles(tile)
             each = sums + COPY_TIMES.get(stride_w, SINGLE_TIME) * size + RESULT_TIME * results * rows * columns
             units = samples * group * depth * -(-height // rows) * -(-width // columns)
-            found.append(Blocks(rows, columns, pitch, plane, each * -(-units // threads)))
+            found.append(RegionSizes(rows, columns, pitch, plane, each * -(-units // threads)))
     return min(found, key=lambda blocks: blocks.time)
 
 
@@ -130,7 +133,7 @@ def is_faster(x: Array, w: Array, y: Array, group: int, window: Window, threads:
 def gradient_is_faster(x: Array, w: Array, y: Array, group: int, window: Window, threads: int) -> bool:
     """Whether :func:`weight_gradient` takes less time than oneDNN, by estimates; w and y have the shapes of the gradients."""
     channels, results = w.shape[1], len(w) // group
-    if not _is_taken(x, w, y, group, window):
+    if not _is_taken(x, w, y, group, window) or (w.size * threads > LARGEST and not are_results_apart(w, group, threads)):
         return False
     apart = x.ndim == 5 and max(window.dilations) > 1
     share = LONG_SHARE if window.kernel[-1] > LONGEST or window.span[-1] > FARTHEST or apart else GRADIENT_SHARE
@@ -158,6 +161,11 @@ def gradient_is_faster(x: Array, w: Array, y: Array, group: int, window: Window,
     return bool(MARGIN * each * -(-units // threads) < others / threads)
 
 
+def are_results_apart(w: Array, group: int, threads: int) -> bool:
+    """Whether threads share the results of a weight gradient, and not its regions, so that they need no sums of their own."""
+    return bool(w.size * threads > LARGEST and group == 1 and len(w) >= MOST_LINES * threads)
+
+
 def _is_taken(x: Array, w: Array, y: Array, group: int, window: Window) -> bool:
     full = 0 not in (x.size, w.size, y.size) and window.pads is not None
     alone = group > 1 and w.shape[1] == 1 and x.ndim < 5
@@ -183,7 +191,7 @@ def lifted(window: Window) -> Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Regions:
+class RegionArrays:
     """The regions of a convolution as arrays for compiled code.
 
     Attributes:
@@ -203,7 +211,7 @@ class Regions:
     units: int
 
     @staticmethod
-    def of(images: Array, w: Array, results: Array, window: Window, group: int, blocks: Blocks) -> Regions:
+    def of(images: Array, w: Array, results: Array, window: Window, group: int, blocks: RegionSizes) -> RegionArrays:
         """Of images and results with three axes of space, and a window of three."""
         size, out, channels = images.shape[2:], results.shape[2:], w.shape[1]
         (_, stride_h, stride_w), begin = window.strides, window.padding[0]
@@ -218,4 +226,4 @@ class Regions:
         shape = [blocks.pitch, blocks.plane, window.kernel[0], window.dilations[0]]
         copies = np.array([*size, *window.strides, *begin, *shape], dtype=np.int64)
         line = (blocks.rows - 1) * blocks.pitch + blocks.columns
-        return Regions(cuts, copies, offsets, region, line, len(images) * group * out[0] * down * across)
+        return RegionArrays(cuts, copies, offsets, region, line, len(images) * group * out[0] * down * across)

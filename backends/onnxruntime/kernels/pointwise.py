@@ -57,7 +57,7 @@ def grouped_products(pool: Pool, x: Array, w: Array, y: Array, group: int, *, tu
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SumPlan:
     """How a result of ``rows`` × ``columns``, sums over ``samples`` × ``pixels``, is computed.
 
     Attributes:
@@ -80,19 +80,19 @@ class Plan:
         return len({part[4:] for part in self.parts})
 
 
-def plan_of(samples: int, outputs: int, channels: int, pixels: int, threads: int) -> Plan:
+def plan_of(samples: int, outputs: int, channels: int, pixels: int, threads: int) -> SumPlan:
     """The plan that takes the least time by an estimate."""
     return min(plans_of(samples, outputs, channels, pixels, threads), key=lambda plan: plan.time)
 
 
-def plans_of(samples: int, outputs: int, channels: int, pixels: int, threads: int) -> list[Plan]:
+def plans_of(samples: int, outputs: int, channels: int, pixels: int, threads: int) -> list[SumPlan]:
     """All plans: each operand copied into panels, and rows, columns or pixels cut into parts."""
     pieces = tuple((n, p, min(DEPTH, pixels - p)) for n in range(samples) for p in range(0, pixels, DEPTH))
     shapes = (False, outputs, channels), (True, channels, outputs)
     return [plan for shape in shapes for plan in _plans(*shape, pieces, threads)]
 
 
-def _plans(turned: bool, rows: int, columns: int, pieces: tuple[tuple[int, int, int], ...], threads: int) -> Iterator[Plan]:
+def _plans(turned: bool, rows: int, columns: int, pieces: tuple[tuple[int, int, int], ...], threads: int) -> Iterator[SumPlan]:
     everything = (0, rows, 0, columns, 0, len(pieces))
     for axis, unit in ((0, TILE), (2, PANEL), (4, 1)):
         cuts = _cuts(everything[axis + 1], threads, unit)
@@ -103,7 +103,7 @@ def _plans(turned: bool, rows: int, columns: int, pieces: tuple[tuple[int, int, 
             continue
         if turned or sums > 1:
             time += sums * rows * columns * (TURN_TIME if turned else SUM_TIME) / threads
-        yield Plan(turned, rows, columns, parts, pieces, time)
+        yield SumPlan(turned, rows, columns, parts, pieces, time)
 
 
 def _cuts(total: int, parts: int, unit: int) -> list[int]:

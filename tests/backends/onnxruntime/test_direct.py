@@ -98,6 +98,16 @@ def test_input_gradients_are_those_of_pytorch(case: str, pool: ThreadPool, monke
     close(native("graphc::ConvGradInput", [dy, w, shape], attributes, pool, [dx], (2,))[0], dx)
 
 
+@pytest.mark.parametrize("case", ["more results than a tile", "strides of four", "a volume to three"])
+def test_threads_share_the_results_of_a_large_gradient(case: str, pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    window, group, (x, _, _, _, dy, _, dw) = arrays(case)
+    monkeypatch.setattr(direct_plans, "LARGEST", 0)
+    monkeypatch.setattr(direct_plans, "MOST_LINES", 1)
+    found = np.full_like(dw, np.nan)
+    direct.weight_gradient(pool, x, dy, found, window, group)()
+    close(found, dw)
+
+
 def test_a_nan_is_in_the_results_that_read_it(pool: ThreadPool) -> None:
     window, group, (x, w, b, y, *_) = arrays("three results")
     x[1, 7, 8, 9] = np.nan
