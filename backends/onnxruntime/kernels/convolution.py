@@ -70,11 +70,15 @@ def _is_plainly_padded(node: ir.Node) -> bool:
 def conv_transpose(k: Binding) -> Run:
     """y = ConvTranspose(x, w) + bias: the input gradient of the convolution from y to x with the same window"""
     (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
-    spread = _input_gradient(k, x, w, y)
+    return _with_bias(k.pool, _input_gradient(k, x, w, y), bias, y)
+
+
+def _with_bias(pool: Pool, run: Run, bias: Array | None, y: Array) -> Run:
+    """``run``, which writes y, and then y + bias."""
     if bias is None:
-        return spread
+        return run
     planes = y.reshape(y.shape[0] * y.shape[1], -1)
-    return in_order([spread, k.pool.bind(_add_bias, (planes, bias), len(planes), max(1, 16384 // planes.shape[1]))])
+    return in_order([run, pool.bind(_add_bias, (planes, bias), len(planes), max(1, 16384 // planes.shape[1]))])
 
 
 @jit
@@ -214,8 +218,8 @@ def _direct(k: Binding, x: Array, w: Array, bias: Array | None, y: Array) -> Run
     group, window = int(k.attributes.get("group", 1)), Window.of(k.attributes, x.shape[2:], w.shape[2:])
     if _is_rounded(k, x, w, y):
         return None
-    if group > 1 and bias is None and pointwise.reads_single_pixels(window):
-        return pointwise.grouped_products(k.pool, x, w, y, group)
+    if group > 1 and pointwise.reads_single_pixels(window):
+        return _with_bias(k.pool, pointwise.grouped_products(k.pool, x, w, y, group), bias, y)
     if direct_plans.is_faster(x, w, y, group, window, k.pool.threads):
         return direct.convolve(k.pool, x, w, bias, y, window, group)
     return None

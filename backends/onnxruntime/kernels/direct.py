@@ -18,12 +18,28 @@ import math
 import numpy as np
 
 from graphc.backend import Pool
-from graphc.backends.onnxruntime.kernels.direct_plans import LINE, RegionArrays, are_results_apart, blocks_of, lifted, size_of
+from graphc.backends.onnxruntime.kernels.direct_plans import (
+    LINE,
+    RegionArrays,
+    are_results_apart,
+    blocks_of,
+    lifted,
+    size_of,
+    threads_for,
+)
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.lines import copy_padded_line, filled, line1
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.vectors.functions import LANES, array_of, floats_at
-from graphc.backends.onnxruntime.vectors.windows import BLOCK, MOST_LINES, MOST_TAPS, VECTORS, added_products, weighted_sums
+from graphc.backends.onnxruntime.vectors.windows import (
+    BLOCK,
+    MOST_LINES,
+    MOST_ROWS,
+    MOST_TAPS,
+    VECTORS,
+    added_products,
+    weighted_sums,
+)
 from graphc.device import Array, Run, in_order
 from graphc.ir.ops.convolution import Window
 
@@ -39,11 +55,12 @@ products15, products25, products35, products45 = (added_products(rows, 5) for ro
 def convolve(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window, group: int) -> Run:
     """y = Conv(x, w, bias) over one to three axes of space, for float32."""
     images, results, window = _in_space(x), _in_space(y), lifted(window)
-    blocks = blocks_of(len(x), group, w.shape[1], len(w) // group, size_of(y), window, pool.threads)
+    threads = threads_for(y, w, pool.threads)
+    blocks = blocks_of(len(x), group, w.shape[1], len(w) // group, size_of(y), window, threads)
     regions = RegionArrays.of(images, w, results, window, group, blocks)
     wide = regions.line + BLOCK
     each = -(-4 * (regions.size + len(w) // group * wide) // 128) * 128
-    parts = max(1, min(pool.threads, regions.units))
+    parts = max(1, min(threads, regions.units))
     scratchpad_of(pool).reserve(each * parts)
     sizes = np.array([regions.units, parts, each, 4 * regions.size, wide], dtype=np.int64)
     first = np.zeros(len(w), dtype=np.float32) if bias is None else bias
@@ -60,13 +77,13 @@ def weight_gradient(pool: Pool, x: Array, dy: Array, dw: Array, window: Window, 
     memory, each computes the gradients of its results over all regions.
     """
     images, slopes, window = _in_space(x), _in_space(dy), lifted(window)
-    channels, outs = dw.shape[1], len(dw) // group
-    blocks = blocks_of(len(x), group, channels, outs, size_of(dy), window, pool.threads, copies=outs)
+    channels, outs, threads = dw.shape[1], len(dw) // group, threads_for(dy, dw, pool.threads)
+    blocks = blocks_of(len(x), group, channels, outs, size_of(dy), window, threads, copies=outs)
     regions = RegionArrays.of(images, dw, slopes, window, group, blocks)
     wide = -(-(blocks.rows * blocks.pitch + 2 * LANES) // LINE) * LINE
     each = -(-4 * (regions.size + outs * wide) // 128) * 128
-    apart = are_results_apart(dw, group, pool.threads)
-    parts = max(1, min(pool.threads, outs // MOST_LINES if apart else regions.units))
+    apart = are_results_apart(dw, group, threads)
+    parts = max(1, min(threads, outs // MOST_LINES if apart else regions.units))
     of_sums, line = each * parts, 0 if apart else -(-4 * dw.size // 128) * 128
     scratchpad_of(pool).reserve(of_sums + line * parts)
     sizes = np.array([regions.units, parts, each, 4 * regions.size, wide, of_sums, line], dtype=np.int64)
@@ -141,7 +158,7 @@ def _convolve(x, w, bias, y, cuts, copies, sizes, offsets, cell, start, stop):
     group, deep, height, width, rows, columns, pitch, down, across = cuts
     units, parts, each, of_results, wide = sizes
     channels, outs, depth = x.shape[1] // group, w.shape[0] // group, w.shape[1]
-    tiles = (outs + 5) // 6
+    tiles = (outs + MOST_ROWS - 1) // MOST_ROWS
     few, more = outs // tiles, outs % tiles
     for part in range(start, stop):
         region = cell[0] + part * each
@@ -157,7 +174,7 @@ def _convolve(x, w, bias, y, cuts, copies, sizes, offsets, cell, start, stop):
                 end, m = min(length, p + BLOCK), 0
                 for tile in range(tiles):
                     tall = few + (1 if tile < more else 0)
-                    of_w = w[g * outs + m].ctypes.data if depth > 0 else 0
+                    of_w = w[g * outs + m].ctypes.data
                     _sum_taps(tall, of_w, 4 * depth, region, offsets.ctypes.data, depth, made + 4 * m * wide, 4 * wide, p, end)
                     m += tall
             for m in range(outs):
@@ -223,7 +240,8 @@ def _add_products(x, dy, dw, shapes, cuts, copies, sizes, offsets, cell, start, 
     group, deep, height, width, rows, columns, pitch, down, across = cuts
     units, parts, each, of_slopes, wide, behind_regions, line = sizes
     channels, outs, taps, apart = shapes
-    per_channel, behind = channels * taps, 4 * channels * copies[4] * copies[5] * copies[10] * copies[11]
+    _, _, _, _, stride_h, stride_w, _, _, _, _, plane, layers, _ = copies
+    per_channel, behind = channels * taps, 4 * channels * layers * stride_h * stride_w * plane
     for part in range(start, stop):
         region = cell[0] + part * each
         slopes, of_sums = region + of_slopes, dw.ctypes.data if apart == 1 else cell[0] + behind_regions + part * line

@@ -47,6 +47,9 @@ FEWEST = 4
 RATE, CALL_TIME, TOTAL_TIME = 2.0 if LANES == 16 else 1.2, 14, 3
 """Additions of products a cycle, as measured, and cycles of a call that adds them up, and of the sum of a vector."""
 
+WORTH = 1 << 18
+"""Multiplications that are worth waking a thread."""
+
 LARGEST = 1 << 21
 """Most numbers in the sums of all threads, which are memory that nothing else needs."""
 
@@ -159,6 +162,12 @@ def gradient_is_faster(x: Array, w: Array, y: Array, group: int, window: Window,
     units = len(x) * group * math.prod(-(-n // b) for n, b in zip(size_of(y), (1, blocks.rows, blocks.columns), strict=True))
     others = products / (2 * LANES * share) + BLOCKED_TIME * (x.size + y.size)
     return bool(MARGIN * each * -(-units // threads) < others / threads)
+
+
+def threads_for(y: Array, w: Array, threads: int) -> int:
+    """As many threads as the products of a convolution are worth waking."""
+    products = int(y.size) * math.prod(int(n) for n in w.shape[1:])
+    return max(1, min(threads, products // WORTH))
 
 
 def are_results_apart(w: Array, group: int, threads: int) -> bool:

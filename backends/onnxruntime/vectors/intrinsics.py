@@ -302,7 +302,7 @@ def highest_of_row() -> Any:
                 found = Vector(builder, [x], count, at, LANES).load(0)
                 found = builder.select(within(builder, at, count), found, lowest)
                 builder.store(call(builder, "maximum", kind, builder.load(best, typ=kind), found), best)
-            return _folded(builder, "maximum", builder.load(best, typ=kind))
+            return folded(builder, "maximum", builder.load(best, typ=kind))
 
         return types.float32(x, count), emit
 
@@ -329,7 +329,7 @@ def exponentials() -> Any:
                 value = builder.select(counts, vector.exp(below), zero)
                 vector.store(value, 0)
                 builder.store(vector.add(builder.load(total, typ=kind), value), total)
-            return _folded(builder, "add", builder.load(total, typ=kind))
+            return folded(builder, "add", builder.load(total, typ=kind))
 
         return types.float32(x, count, top), emit
 
@@ -353,7 +353,7 @@ def in_all_lanes(builder: ll.IRBuilder, value: Any) -> Any:
     return builder.shuffle_vector(lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(I32, LANES), None))
 
 
-def _folded(builder: ll.IRBuilder, how: str, vector: Any) -> Any:
+def folded(builder: ll.IRBuilder, how: str, vector: Any) -> Any:
     """The sum or the maximum over the lanes of a vector, halves first."""
     width = LANES
     while width > 1:

@@ -15,7 +15,8 @@ _KIND = ll.VectorType(F32, LANES)
 _LOWEST = ll.Constant(_KIND, [ll.Constant(F32, float("-inf"))] * LANES)
 
 
-def _masked(builder: ll.IRBuilder, name: str, result: Any, operands: list[Any]) -> Any:
+def masked(builder: ll.IRBuilder, name: str, result: Any, operands: list[Any]) -> Any:
+    """Emit a masked load or store (``name``) of a vector of floats."""
     symbol = f"llvm.masked.{name}.v{LANES}f32.p0"
     known = builder.module.globals.get(symbol)
     kind = ll.FunctionType(result, [operand.type for operand in operands])
@@ -49,7 +50,7 @@ def highest_of_rows(rows: int, exact: bool) -> Any:
                     if mask is None:
                         found = builder.load(place, typ=_KIND, align=4)
                     else:
-                        found = _masked(builder, "load", _KIND, [place, I32(4), mask, zero])
+                        found = masked(builder, "load", _KIND, [place, I32(4), mask, zero])
                     best = found if best is None else _larger(builder, best, found, exact=exact)
                     if not exact:  # 0 · ∞ is NaN
                         builder.store(call(builder, "fma", _KIND, found, zero, builder.load(seen, typ=_KIND)), seen)
@@ -109,7 +110,7 @@ def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> An
                 builder.store(block(at), builder.inttoptr(builder.add(y, builder.shl(at, I64(2))), POINTER), align=4)
             with builder.if_then(builder.icmp_signed("<", whole, count)):
                 place = builder.inttoptr(builder.add(y, builder.shl(whole, I64(2))), POINTER)
-                _masked(builder, "store", ll.VoidType(), [block(whole), place, I32(4), within(builder, whole, count)])
+                masked(builder, "store", ll.VoidType(), [block(whole), place, I32(4), within(builder, whole, count)])
             return context.get_dummy_value()
 
         return types.void(x, y, count), emit

@@ -8,8 +8,9 @@ from llvmlite import ir as ll
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, I32, I64, LANES, POINTER, call
-from graphc.backends.onnxruntime.vectors.intrinsics import in_all_lanes
+from graphc.backends.onnxruntime.vectors.functions import F32, I32, I64, LANES, POINTER, call
+from graphc.backends.onnxruntime.vectors.intrinsics import folded, in_all_lanes
+from graphc.backends.onnxruntime.vectors.pooling_intrinsics import masked
 
 
 def weighted_sums(rows: int, vectors: int) -> Any:
@@ -65,15 +66,11 @@ def padded_line(step: int) -> Any:
 
     @intrinsic
     def run(typing_context, x, first, last, y, count):
-        kind, flags, whole = ll.VectorType(F32, LANES), ll.VectorType(BOOL, LANES), ll.VectorType(I32, LANES)
+        kind, whole = ll.VectorType(F32, LANES), ll.VectorType(I32, LANES)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             given = zip(arguments, signature.args, strict=True)
             x, first, last, y, count = (context.cast(builder, v, t, types.int64) for v, t in given)
-            name = f"llvm.masked.load.v{LANES}f32.p0"
-            load = builder.module.globals.get(name) or ll.Function(
-                builder.module, ll.FunctionType(kind, (POINTER, I32, flags, kind)), name
-            )
             zero = ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES)
             lanes = ll.Constant(whole, [I32(v) for v in range(LANES)])
             low, high = builder.mul(first, I64(step)), builder.add(builder.mul(builder.sub(last, I64(1)), I64(step)), I64(1))
@@ -100,7 +97,7 @@ def padded_line(step: int) -> Any:
                             bounds = (in_all_lanes(builder, builder.trunc(builder.sub(end, start), I32)) for end in (low, high))
                             above, below = next(bounds), next(bounds)
                             mask = builder.and_(builder.icmp_signed(">=", lanes, above), builder.icmp_signed("<", lanes, below))
-                            found.append(builder.call(load, (place, I32(4), mask, zero)))
+                            found.append(masked(builder, "load", kind, [place, I32(4), mask, zero]))
                         store(found)
                 builder.store(
                     builder.load(slot, typ=kind), builder.inttoptr(builder.add(y, builder.shl(at, I64(2))), POINTER), align=4
@@ -154,21 +151,10 @@ def added_products(rows: int, taps: int) -> Any:
                 for t in range(taps):
                     place = builder.add(sums, builder.add(builder.mul(sums_row, I64(r)), I64(4 * t)))
                     place = builder.inttoptr(place, POINTER)
-                    total = builder.fadd(builder.load(place, typ=F32, align=4), in_one(builder, made[r][t]))
+                    total = builder.fadd(builder.load(place, typ=F32, align=4), folded(builder, "add", made[r][t]))
                     builder.store(total, place, align=4)
             return context.get_dummy_value()
 
         return types.void(a, a_row, x, offsets, vectors, sums, sums_row), emit
 
     return run
-
-
-def in_one(builder: ll.IRBuilder, vector: Any) -> Any:
-    """The sum of a vector's elements, in a fixed order."""
-    lanes = LANES
-    while lanes > 1:
-        lanes //= 2
-        halves = (ll.Constant(ll.VectorType(I32, lanes), [I32(first + v) for v in range(lanes)]) for first in (0, lanes))
-        low, high = (builder.shuffle_vector(vector, vector, half) for half in halves)
-        vector = builder.fadd(low, high)
-    return builder.extract_element(vector, I32(0))

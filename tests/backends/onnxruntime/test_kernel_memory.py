@@ -118,6 +118,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 20, 37, 41), f(3, 20, 3, 3), f(3), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
         c(f(2, 24, 26, 33), f(24, 3, 5, 5), None, group=8, kernel_shape=[5, 5], strides=[2, 2], pads=[2, 2, 2, 2]),
         c(f(2, 12, 5, 7), f(9, 4, 1, 1), None, group=3),
+        c(f(2, 12, 5, 7), f(9, 4, 1, 1), f(9), group=3),
     ],
     "ConvTranspose": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW)],
     "graphc::ConvGradInput": [

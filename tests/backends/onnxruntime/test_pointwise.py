@@ -1,4 +1,4 @@
-"""Weight gradients of convolutions with one-pixel windows, against sums in float64."""
+"""Convolutions with one-pixel windows against sums in float64: weight gradients, and products in groups."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 
-from graphc.backends.onnxruntime.kernels import pointwise
+from graphc.backends.onnxruntime.kernels import onednn, pointwise
 from graphc.backends.onnxruntime.pool import ThreadPool
+from tests.backends.onnxruntime.node_cases import native
 
 SHAPES = [
     (3, 5, 7, 19),
@@ -41,6 +42,22 @@ def test_every_plan_gives_the_sums(shape: tuple[int, int, int, int], threads: in
         np.testing.assert_allclose(dw, want, rtol=0, atol=2e-6 * np.abs(want).max() * max(1, np.sqrt(samples * pixels) / 30))
         run()
         assert np.array_equal(first, dw)
+
+
+@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+def test_groups_of_pixels_are_products() -> None:
+    rng = np.random.default_rng(3)
+    x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 12, 9, 11), (15, 4, 1, 1), (15,)))
+    apart, weights = x.reshape(3, 3, 4, 9, 11).astype(np.float64), w.reshape(3, 5, 4).astype(np.float64)
+    y = np.einsum("gmc,ngchw->ngmhw", weights, apart).reshape(3, 15, 9, 11)
+    dx = np.einsum("gmc,ngmhw->ngchw", weights, y.reshape(3, 3, 5, 9, 11)).reshape(x.shape)
+    pool, window = ThreadPool(2), {"group": 3}
+    like_y, like_x = y.astype(np.float32), np.array(x.shape)
+    got = native("Conv", [x, w, b], window, pool, [like_y])[0]
+    np.testing.assert_allclose(got, y + b[:, None, None], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(native("Conv", [x, w], window, pool, [like_y])[0], y, rtol=0, atol=1e-5)
+    found = native("graphc::ConvGradInput", [like_y, w, like_x], window, pool, [x], (2,))[0]
+    np.testing.assert_allclose(found, dx, rtol=0, atol=2e-6 * np.abs(dx).max())
 
 
 def test_sums_of_all_threads_stay_small() -> None:
