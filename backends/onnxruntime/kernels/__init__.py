@@ -9,6 +9,7 @@ from __future__ import annotations
 from graphc.backends.onnxruntime.kernels import (
     activations,
     attention,
+    averaging,
     convolution,
     ctc,
     finite,
@@ -31,6 +32,7 @@ from graphc.backends.onnxruntime.kernels.finite import bind_search, is_tested
 __all__ = [
     "activations",
     "attention",
+    "averaging",
     "bind_search",
     "convolution",
     "ctc",

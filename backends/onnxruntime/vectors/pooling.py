@@ -1,4 +1,4 @@
-"""Maxima of pooling windows for compiled kernels: those of rows first, then of neighbours in the row that is left."""
+"""Maxima and sums of pooling windows for compiled kernels: those of rows first, then of neighbours in the row that is left."""
 
 from __future__ import annotations
 
@@ -26,3 +26,21 @@ def highest_of_windows(taps: int, stride: int, dilation: int, *, exact: bool) ->
     Reads whole vectors of x. ``exact``: NaN gives NaN.
     """
     return Deferred(_INTRINSICS, "highest_of_windows", taps, stride, dilation, exact)
+
+
+def sum_of_rows() -> Any:
+    """A function ``f(x, offsets, weights, count, width, y)`` for compiled code: y = Σ weight · row, of ``count`` rows of
+    ``width`` floats.
+
+    ``offsets`` is the address of the rows' places behind x in bytes, ``weights`` that of a float for each.
+    """
+    return Deferred(_INTRINSICS, "sum_of_rows")
+
+
+def sums_of_windows(taps: int, stride: int, dilation: int, *, weighted: bool) -> Any:
+    """A function ``f(x, weights, y, count)`` for compiled code: y[q] = Σ x[q·stride + tap·dilation], times weights[q] if
+    ``weighted``.
+
+    Reads whole vectors of x.
+    """
+    return Deferred(_INTRINSICS, "sums_of_windows", taps, stride, dilation, weighted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir as ll
@@ -71,6 +72,51 @@ def highest_of_rows(rows: int, exact: bool) -> Any:
     return run
 
 
+def sum_of_rows() -> Any:
+    """See :func:`.pooling.sum_of_rows`."""
+
+    @intrinsic
+    def run(typing_context, x, offsets, weights, count, width, y):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, offsets, weights, count, width, y = (context.cast(builder, v, t, types.int64) for v, t in given)
+            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+            total = cgutils.alloca_once(builder, _KIND)
+
+            def block(at: Any, mask: Any) -> Any:
+                offset = builder.shl(at, I64(2))
+                builder.store(zero, total)
+                with cgutils.for_range(builder, count, intp=I64) as row:
+                    start = builder.load(
+                        builder.inttoptr(builder.add(offsets, builder.shl(row.index, I64(3))), POINTER), typ=I64
+                    )
+                    place = builder.inttoptr(builder.add(builder.add(x, start), offset), POINTER)
+                    if mask is None:
+                        found = builder.load(place, typ=_KIND, align=4)
+                    else:
+                        found = masked(builder, "load", _KIND, [place, I32(4), mask, zero])
+                    weight = builder.load(
+                        builder.inttoptr(builder.add(weights, builder.shl(row.index, I64(2))), POINTER), typ=F32
+                    )
+                    sum_ = call(builder, "fma", _KIND, found, _everywhere(builder, weight), builder.load(total, typ=_KIND))
+                    builder.store(sum_, total)
+                return builder.inttoptr(builder.add(y, offset), POINTER)
+
+            whole = builder.and_(width, I64(-LANES))
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
+                into = block(at, None)
+                builder.store(builder.load(total, typ=_KIND), into, align=4)
+            with builder.if_then(builder.icmp_signed("<", whole, width)):
+                mask = within(builder, whole, width)
+                into = block(whole, mask)
+                masked(builder, "store", ll.VoidType(), [builder.load(total, typ=_KIND), into, I32(4), mask])
+            return context.get_dummy_value()
+
+        return types.void(x, offsets, weights, count, width, y), emit
+
+    return run
+
+
 def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> Any:
     """See :func:`.pooling.highest_of_windows`."""
 
@@ -79,40 +125,85 @@ def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> An
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             x, y, count = (context.cast(builder, v, t, types.int64) for v, t in zip(arguments, signature.args, strict=True))
 
-            def vector(start: Any, offset: int) -> Any:
-                return builder.load(builder.inttoptr(builder.add(start, I64(4 * offset)), POINTER), typ=_KIND, align=4)
+            def block(at: Any, mask: Any) -> Any:
+                return _of_windows(builder, x, at, taps, stride, dilation, lambda a, b: _larger(builder, a, b, exact=exact))
 
-            def every(loads: list[Any], phase: int) -> Any:
-                """Elements phase, phase + stride … of vectors that lie one behind another, put together vector by vector."""
-                places = [divmod(lane * stride + phase, LANES) for lane in range(LANES)]
-                made = loads[0]
-                for k, load in enumerate(loads[:stride]):
-                    order = [
-                        I32(LANES + within_load if source == k else lane) for lane, (source, within_load) in enumerate(places)
-                    ]
-                    made = builder.shuffle_vector(made, load, ll.Constant(ll.VectorType(I32, LANES), order))
-                return made
-
-            def block(at: Any) -> Any:
-                start = builder.add(x, builder.mul(at, I64(4 * stride)))
-                shifts: dict[int, list[Any]] = {}
-                best = None
-                for tap in range(taps):
-                    shift, phase = divmod(tap * dilation, stride)
-                    if shift not in shifts:
-                        shifts[shift] = [vector(start, shift * stride + k * LANES) for k in range(stride)]
-                    value = every(shifts[shift], phase)
-                    best = value if best is None else _larger(builder, best, value, exact=exact)
-                return best
-
-            whole = builder.and_(count, I64(-LANES))
-            with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
-                builder.store(block(at), builder.inttoptr(builder.add(y, builder.shl(at, I64(2))), POINTER), align=4)
-            with builder.if_then(builder.icmp_signed("<", whole, count)):
-                place = builder.inttoptr(builder.add(y, builder.shl(whole, I64(2))), POINTER)
-                masked(builder, "store", ll.VoidType(), [block(whole), place, I32(4), within(builder, whole, count)])
+            _each_vector(builder, y, count, block)
             return context.get_dummy_value()
 
         return types.void(x, y, count), emit
 
     return run
+
+
+def sums_of_windows(taps: int, stride: int, dilation: int, weighted: bool) -> Any:
+    """See :func:`.pooling.sums_of_windows`."""
+
+    @intrinsic
+    def run(typing_context, x, weights, y, count):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, weights, y, count = (context.cast(builder, v, t, types.int64) for v, t in given)
+            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+
+            def block(at: Any, mask: Any) -> Any:
+                total = _of_windows(builder, x, at, taps, stride, dilation, builder.fadd)
+                if not weighted:
+                    return total
+                place = builder.inttoptr(builder.add(weights, builder.shl(at, I64(2))), POINTER)
+                if mask is None:
+                    return builder.fmul(total, builder.load(place, typ=_KIND, align=4))
+                return builder.fmul(total, masked(builder, "load", _KIND, [place, I32(4), mask, zero]))
+
+            _each_vector(builder, y, count, block)
+            return context.get_dummy_value()
+
+        return types.void(x, weights, y, count), emit
+
+    return run
+
+
+def _everywhere(builder: ll.IRBuilder, number: Any) -> Any:
+    """A vector of one number."""
+    one = builder.insert_element(ll.Constant(_KIND, ll.Undefined), number, I32(0))
+    return builder.shuffle_vector(one, one, ll.Constant(ll.VectorType(I32, LANES), [I32(0)] * LANES))
+
+
+def _each_vector(builder: ll.IRBuilder, y: Any, count: Any, block: Callable[[Any, Any], Any]) -> None:
+    """Store ``block(first element, mask of a part of a vector or None)`` for each vector of ``count`` floats at y."""
+    whole = builder.and_(count, I64(-LANES))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
+        builder.store(block(at, None), builder.inttoptr(builder.add(y, builder.shl(at, I64(2))), POINTER), align=4)
+    with builder.if_then(builder.icmp_signed("<", whole, count)):
+        mask = within(builder, whole, count)
+        place = builder.inttoptr(builder.add(y, builder.shl(whole, I64(2))), POINTER)
+        masked(builder, "store", ll.VoidType(), [block(whole, mask), place, I32(4), mask])
+
+
+def _of_windows(
+    builder: ll.IRBuilder, x: Any, at: Any, taps: int, stride: int, dilation: int, combine: Callable[[Any, Any], Any]
+) -> Any:
+    """A vector of what ``combine`` makes of x[q·stride + tap·dilation], tap after tap, for q from ``at`` on."""
+    start = builder.add(x, builder.mul(at, I64(4 * stride)))
+
+    def vector(offset: int) -> Any:
+        return builder.load(builder.inttoptr(builder.add(start, I64(4 * offset)), POINTER), typ=_KIND, align=4)
+
+    def every(loads: list[Any], phase: int) -> Any:
+        """Elements phase, phase + stride … of vectors that lie one behind another, put together vector by vector."""
+        places = [divmod(lane * stride + phase, LANES) for lane in range(LANES)]
+        made = loads[0]
+        for k, load in enumerate(loads[:stride]):
+            order = [I32(LANES + within_load if source == k else lane) for lane, (source, within_load) in enumerate(places)]
+            made = builder.shuffle_vector(made, load, ll.Constant(ll.VectorType(I32, LANES), order))
+        return made
+
+    shifts: dict[int, list[Any]] = {}
+    result = None
+    for tap in range(taps):
+        shift, phase = divmod(tap * dilation, stride)
+        if shift not in shifts:
+            shifts[shift] = [vector(shift * stride + k * LANES) for k in range(stride)]
+        value = every(shifts[shift], phase)
+        result = value if result is None else combine(result, value)
+    return result

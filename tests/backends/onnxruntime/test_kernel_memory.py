@@ -227,10 +227,14 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 11), kernel_shape=[5]),
         c(f(2, 3, 9, 7), kernel_shape=[3, 1], strides=[2, 1], pads=[1, 0, 1, 0]),
         c(f(2, 1, 6, 3, 5), kernel_shape=[5, 1, 1], pads=[2, 0, 0, 2, 0, 0], strides=[1, 1, 1]),
+        c(f(2, 1, 6, 3, 25), kernel_shape=[3, 2, 3], pads=[1, 1, 2, 1, 0, 1], strides=[2, 1, 2]),
+        c(f(2, 1, 3, 25), kernel_shape=[2, 18], pads=[1, 9, 0, 5]),
     ],
     "graphc::AveragePoolGrad": [
         c(f(2, 3, 5, 7), i(2, 3, 9, 7), constants=(1,), **WINDOW),
         c(f(2, 1, 6, 3, 5), i(2, 1, 6, 3, 5), constants=(1,), kernel_shape=[5, 1, 1], pads=[2, 0, 0, 2, 0, 0]),
+        c(f(2, 1, 3, 2, 3), i(2, 1, 6, 3, 6), constants=(1,), kernel_shape=[2, 2, 2], strides=[2, 1, 2]),
+        c(f(2, 1, 3, 8), i(2, 1, 3, 25), constants=(1,), kernel_shape=[1, 18]),
     ],
     "graphc::DropoutMask": [
         c(i(3, 7), one(5, np.int64), STEP, one(offset, np.int64), constants=(0,), ratio=0.3, tag="t") for offset in (0, 5, -3)

@@ -217,14 +217,13 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
         np.testing.assert_array_equal(got, where.grad.numpy())
         (got,) = native("MaxPool", operands[1:2], attributes, pool, operands[2:])
         np.testing.assert_array_equal(got, operands[2])
-    if "dilations" in attributes or len(size) > 2:
+    if "dilations" in attributes:
         return
     for include in (0, 1):
         both = {**attributes, "count_include_pad": include}
         (y,) = reference("AveragePool", [x], both)
         compare("graphc::AveragePoolGrad", [normal(*y.shape), shape_of(x)], both, pool, (1,))
-        if len(size) == 1:
-            compare("AveragePool", [x], both, pool)
+        compare("AveragePool", [x], both, pool)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +232,13 @@ def test_pooling(size: tuple[int, ...], attributes: dict[str, Any], pool: Thread
         ((12, 40), {"kernel_shape": [3, 9], "strides": [3, 9]}),
         ((8, 34), {"kernel_shape": [3, 8], "strides": [2, 9], "pads": [1, 2, 1, 2]}),
         ((20,), {"kernel_shape": [20], "strides": [20]}),
+        ((13, 15), {"kernel_shape": [13, 13], "strides": [1, 1], "pads": [6, 6, 6, 6]}),
+        ((33,), {"kernel_shape": [3], "strides": [2], "pads": [1, 1]}),
+        ((5, 6, 19), {"kernel_shape": [3, 3, 3], "strides": [1, 1, 1], "pads": [1] * 6}),
+        ((6, 5, 12), {"kernel_shape": [2, 3, 9], "strides": [2, 2, 9], "pads": [1, 1, 0, 1, 1, 0]}),
     ],
 )
-def test_gradient_of_maxima_of_long_rows(size: tuple[int, ...], attributes: dict[str, Any], pool: ThreadPool) -> None:
+def test_gradient_of_maxima_with_nan(size: tuple[int, ...], attributes: dict[str, Any], pool: ThreadPool) -> None:
     x = torch.randint(0, 5, (2, 3, *size)).float().requires_grad_()  # many equal maxima: the first must win
     x.data.reshape(2, -1)[:, ::47] = np.nan  # of which the last does
     padding = attributes.get("pads", [0] * 2 * len(size))[: len(size)]
@@ -338,13 +341,34 @@ def test_a_short_time_fourier_transform_is_that_of_numpy(parts: int, one_sided: 
 
 
 @pytest.mark.parametrize(
+    ("kernel", "stride", "pads"), [((1, 25), (1, 1), (0, 12)), ((3, 7), (2, 6), (1, 3)), ((20, 18), (20, 18), (0, 0))]
+)
+def test_averages_over_long_windows(
+    kernel: tuple[int, ...], stride: tuple[int, ...], pads: tuple[int, ...], pool: ThreadPool
+) -> None:
+    x = torch.tensor(normal(2, 3, 40, 71), requires_grad=True)
+    y = torch.nn.functional.avg_pool2d(x, kernel, stride, pads, count_include_pad=False)
+    dy = torch.tensor(normal(*y.shape))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    attributes = {"kernel_shape": kernel, "strides": stride, "pads": [*pads, *pads]}
+    close(native("AveragePool", [x.detach().numpy()], attributes, pool, [y.detach().numpy()])[0], y.detach().numpy())
+    operands = [dy.numpy(), shape_of(x.numpy(force=True))]
+    close(native("graphc::AveragePoolGrad", operands, attributes, pool, [dx.numpy()], (1,))[0], dx.numpy())
+
+
+@pytest.mark.parametrize(
     ("kernel", "pads"),
-    [((5, 1, 1), (2, 0, 0)), ((1, 3, 1), (0, 1, 0)), ((1, 1, 4), (0, 0, 2)), ((1, 3, 2), (0, 1, 1)), ((1, 1, 1), (0, 0, 0))],
+    [
+        ((5, 1, 1), (2, 0, 0)),
+        ((1, 3, 1), (0, 1, 0)),
+        ((1, 1, 4), (0, 0, 2)),
+        ((1, 3, 2), (0, 1, 1)),
+        ((1, 1, 1), (0, 0, 0)),
+        ((3, 4, 5), (1, 2, 2)),
+    ],
 )
 @pytest.mark.parametrize("stride", [1, 2])
-def test_average_pool_of_volumes_along_two_axes_at_most(
-    kernel: tuple[int, ...], pads: tuple[int, ...], stride: int, pool: ThreadPool
-) -> None:
+def test_average_pool_of_volumes(kernel: tuple[int, ...], pads: tuple[int, ...], stride: int, pool: ThreadPool) -> None:
     strides = [stride if taps > 1 else 1 for taps in kernel]
     x = torch.tensor(normal(2, 3, 6, 7, 8), requires_grad=True)
     for include in (0, 1):
