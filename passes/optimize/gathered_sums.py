@@ -7,7 +7,7 @@ PyTorch's newer exporter writes adaptive average pooling of 32 × 32 to 7 × 7 p
     after    y = A · x · Bᵀ        A[7, 32], B[7, 32]: how often each line is in a sum
 
 The nodes between the GatherND and the last sum are linear in x, with coefficients that depend on the picked axes alone. They
-are followed as one matrix over those axes. Divisions by the counts stay behind the product, whose coefficients are small whole
+are followed as one matrix over those axes, and stay one where it is small. Divisions by the counts stay behind the product, whose coefficients are small whole
 numbers, exact in 16 bits. A gradient is two products as well, where that of a GatherND scatters on one thread. Where x has an
 infinity or NaN, more sums are NaN than those that pick it.
 """
@@ -35,6 +35,9 @@ CONSTANTS, DEPTH = 1 << 16, 32
 
 DENSE = 1 << 20
 """Elements of a matrix that does not divide into one for each axis."""
+
+LEAST = 1 << 14
+"""Elements of a matrix above which dividing it pays: below, the work of two products of many small matrices takes longer."""
 
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -199,7 +202,8 @@ def _product(op: Builder, data: ir.Value, found: Picked) -> ir.Value | None:
     rows = found.matrix.shape[:-1]
     dtype = required(data.dtype).numpy()
     first = op.Transpose(data, perm=[*range(len(picked), len(sizes)), *range(len(picked))])
-    divided = _divided(found.matrix, picked) if len(rows) == len(picked) == 2 else None
+    divides = len(rows) == len(picked) == 2 and found.matrix.size > LEAST
+    divided = _divided(found.matrix, picked) if divides else None
     if divided is not None:
         a, b = divided
         result = op.MatMul(op.const(a.astype(dtype)), op.MatMul(first, op.const(np.ascontiguousarray(b.T).astype(dtype))))

@@ -10,7 +10,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from graphc.backends.onnxruntime.vectors.functions import F32, I32, I64, LANES, POINTER, call
-from graphc.backends.onnxruntime.vectors.intrinsics import within
+from graphc.backends.onnxruntime.vectors.intrinsics import in_all_lanes, within
 
 _KIND = ll.VectorType(F32, LANES)
 _LOWEST = ll.Constant(_KIND, [ll.Constant(F32, float("-inf"))] * LANES)
@@ -98,8 +98,8 @@ def sum_of_rows() -> Any:
                     weight = builder.load(
                         builder.inttoptr(builder.add(weights, builder.shl(row.index, I64(2))), POINTER), typ=F32
                     )
-                    sum_ = call(builder, "fma", _KIND, found, _everywhere(builder, weight), builder.load(total, typ=_KIND))
-                    builder.store(sum_, total)
+                    added = call(builder, "fma", _KIND, found, in_all_lanes(builder, weight), builder.load(total, typ=_KIND))
+                    builder.store(added, total)
                 return builder.inttoptr(builder.add(y, offset), POINTER)
 
             whole = builder.and_(width, I64(-LANES))
@@ -161,12 +161,6 @@ def sums_of_windows(taps: int, stride: int, dilation: int, weighted: bool) -> An
         return types.void(x, weights, y, count), emit
 
     return run
-
-
-def _everywhere(builder: ll.IRBuilder, number: Any) -> Any:
-    """A vector of one number."""
-    one = builder.insert_element(ll.Constant(_KIND, ll.Undefined), number, I32(0))
-    return builder.shuffle_vector(one, one, ll.Constant(ll.VectorType(I32, LANES), [I32(0)] * LANES))
 
 
 def _each_vector(builder: ll.IRBuilder, y: Any, count: Any, block: Callable[[Any, Any], Any]) -> None:

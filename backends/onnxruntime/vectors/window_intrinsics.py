@@ -9,7 +9,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from graphc.backends.onnxruntime.vectors.functions import F32, I32, I64, LANES, POINTER, call
-from graphc.backends.onnxruntime.vectors.intrinsics import folded, in_all_lanes
+from graphc.backends.onnxruntime.vectors.intrinsics import folded, in_all_lanes, within
 from graphc.backends.onnxruntime.vectors.pooling_intrinsics import masked
 
 
@@ -156,5 +156,46 @@ def added_products(rows: int, taps: int) -> Any:
             return context.get_dummy_value()
 
         return types.void(a, a_row, x, offsets, vectors, sums, sums_row), emit
+
+    return run
+
+
+def banded_product(rows: int) -> Any:
+    """See :func:`.windows.banded_product`."""
+
+    @intrinsic
+    def run(typing_context, x, x_row, w, depth, y, y_row, count):
+        kind = ll.VectorType(F32, LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, x_row, w, depth, y, y_row, count = (context.cast(builder, v, t, types.int64) for v, t in given)
+            zero = ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES)
+            sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows)]
+            behind = [builder.mul(x_row, I64(r)) for r in range(rows)]
+            for place in sums:
+                builder.store(zero, place)
+            with cgutils.for_range(builder, depth, intp=I64) as step:
+                k = step.index
+                factors = builder.load(
+                    builder.inttoptr(builder.add(w, builder.mul(k, I64(4 * LANES))), POINTER), typ=kind, align=4
+                )
+                column = builder.add(x, builder.shl(k, I64(2)))
+                for r in range(rows):
+                    number = builder.load(builder.inttoptr(builder.add(column, behind[r]), POINTER), typ=F32, align=4)
+                    added = call(builder, "fma", kind, in_all_lanes(builder, number), factors, builder.load(sums[r], typ=kind))
+                    builder.store(added, sums[r])
+            whole = builder.icmp_signed(">=", count, I64(LANES))
+            for r in range(rows):
+                found = builder.load(sums[r], typ=kind)
+                place = builder.inttoptr(builder.add(y, builder.mul(y_row, I64(r))), POINTER)
+                with builder.if_else(whole) as (all_lanes, some):
+                    with all_lanes:
+                        builder.store(found, place, align=4)
+                    with some:
+                        masked(builder, "store", ll.VoidType(), [found, place, I32(4), within(builder, I64(0), count)])
+            return context.get_dummy_value()
+
+        return types.void(x, x_row, w, depth, y, y_row, count), emit
 
     return run

@@ -51,3 +51,12 @@ def added_products(rows: int, taps: int) -> Any:
     bytes as well.
     """
     return Deferred(_INTRINSICS, "added_products", rows, taps)
+
+
+def banded_product(rows: int) -> Any:
+    """A function ``f(x, x_row, w, depth, y, y_row, count)`` for compiled code: for each of ``rows`` rows a vector
+    y[v] = Σ x[k] · w[k, v] for k below ``depth``, of which the first ``count`` are stored.
+
+    x, w and y are addresses; ``x_row`` and ``y_row`` are the bytes from one row to the next. Each k of w has a vector.
+    """
+    return Deferred(_INTRINSICS, "banded_product", rows)

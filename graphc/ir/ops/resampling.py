@@ -58,6 +58,21 @@ def interpolation_matrix(axis: ResizedAxis, attributes: Mapping[str, Any], dtype
         attributes: all of :data:`RESIZE`.
         dtype: type of coordinate arithmetic, which decides the choice of the nearest neighbour.
     """
+    taps, weights = interpolation_taps(axis, attributes, dtype)
+    matrix = np.zeros((axis.after, axis.before))
+    rows = np.broadcast_to(np.arange(axis.after)[:, None], taps.shape)
+    np.add.at(matrix, (rows, taps), weights)
+    return matrix
+
+
+def interpolation_taps(
+    axis: ResizedAxis, attributes: Mapping[str, Any], dtype: Any = np.float64
+) -> tuple[np.ndarray, np.ndarray]:
+    """The elements of x that make each element of y along one axis, and their weights (after × taps each).
+
+    Taps beyond the edges are those at the edges, so that one may stand there several times. Arguments as of
+    :func:`interpolation_matrix`.
+    """
     x, outside = _source(axis, attributes["coordinate_transformation_mode"], dtype)
     if attributes["mode"] == "nearest":
         taps = _ROUNDED[attributes["nearest_mode"]](x).astype(np.int64)[:, None]
@@ -68,11 +83,7 @@ def interpolation_matrix(axis: ResizedAxis, attributes: Mapping[str, Any], dtype
         weights = np.where((taps >= 0) & (taps < axis.before), weights, 0.0)
         total = weights.sum(axis=1, keepdims=True)
         weights = weights / np.where(total == 0, 1.0, total)
-    weights = np.where(outside[:, None], 0.0, weights)
-    matrix = np.zeros((axis.after, axis.before))
-    rows = np.broadcast_to(np.arange(axis.after)[:, None], taps.shape)
-    np.add.at(matrix, (rows, np.clip(taps, 0, axis.before - 1)), weights)
-    return matrix
+    return np.clip(taps, 0, axis.before - 1), np.where(outside[:, None], 0.0, weights)
 
 
 def _source(axis: ResizedAxis, mode: str, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -126,9 +137,16 @@ def resize_grad(
     **attributes: Any,
 ) -> ir.Value:
     """Gradient of ``y = Resize(x, roi, scales, sizes)``; ``shape``: int64, the shape of x."""
-    width = rank(dy)
-    axes = [a % width for a in attributes["axes"] or range(width)]
-    known = _static_axes(dy, shape, roi, scales, sizes, axes, attributes)
+    axes = resized_axes(dy, attributes)
+    known, policy = (
+        static_axes(shape_of_result(shape), dy, roi, scales, sizes, attributes),
+        attributes["keep_aspect_ratio_policy"],
+    )
+    if known is None and scales is None and policy != "stretch":
+        raise UnsupportedOpError(
+            f"the gradient of a Resize with keep_aspect_ratio_policy={policy!r} needs static sizes: "
+            f"{dy.name!r} has {dims(dy)}; make the model's spatial dimensions static"
+        )
     dx = dy
     for k, axis in enumerate(axes):
         if known is None:
@@ -138,9 +156,7 @@ def resize_grad(
             dx = _apply_transposed(op, _matrix_at_run_time(op, size, (*pick, after), dy, attributes), dx, axis, size)
             continue
         assert dy.dtype is not None
-        jumps = attributes["mode"] == "nearest" and dy.dtype != ir.DataType.DOUBLE
-        precision = np.float32 if jumps else np.float64  # onnxruntime computes coordinates in float32
-        matrix, before = interpolation_matrix(known[k], attributes, precision), known[k].before
+        matrix, before = interpolation_matrix(known[k], attributes, precision_of(dy, attributes)), known[k].before
         repeats = known[k].after // max(before, 1)
         if np.array_equal(matrix, np.eye(before)):
             continue
@@ -151,31 +167,39 @@ def resize_grad(
     return dx
 
 
-def _static_axes(
-    dy: ir.Value,
-    shape: ir.Value,
+def resized_axes(y: ir.Value, attributes: Mapping[str, Any]) -> list[int]:
+    """The axes that a Resize changes, in the order of its operands."""
+    width = rank(y)
+    return [axis % width for axis in attributes["axes"] or range(width)]
+
+
+def precision_of(y: ir.Value, attributes: Mapping[str, Any]) -> Any:
+    """The type of coordinate arithmetic: onnxruntime computes coordinates in float32."""
+    return np.float32 if attributes["mode"] == "nearest" and y.dtype != ir.DataType.DOUBLE else np.float64
+
+
+def static_axes(
+    shape: ir.Shape | None,
+    y: ir.Value,
     roi: ir.Value | None,
     scales: ir.Value | None,
     sizes: ir.Value | None,
-    axes: list[int],
     attributes: Mapping[str, Any],
 ) -> list[ResizedAxis] | None:
-    """The known facts of each resized axis; None unless all are known."""
+    """The known facts of each resized axis of a Resize from ``shape`` to y; None unless all are known."""
+    after_all = dims(y)
+    if shape is None or after_all is None:
+        axes: list[int] = []
+    else:
+        axes = resized_axes(y, attributes)
     policy, count = attributes["keep_aspect_ratio_policy"], len(axes)
-    before_all, after_all = shape_of_result(shape), dims(dy)
-    before = [d for d in (before_all[a] for a in axes) if isinstance(d, int)] if before_all is not None else []
+    before = [d for d in (shape[a] for a in axes) if isinstance(d, int)] if shape is not None else []
     after = [d for d in (after_all[a] for a in axes) if isinstance(d, int)] if after_all is not None else []
     crops, factors, wanted = constant(roi), constant(scales), constant(sizes)
     crop = attributes["coordinate_transformation_mode"] == "tf_crop_and_resize"
-    complete = len(before) == len(after) == count and (scales is None or factors is not None)
+    complete = count > 0 and len(before) == len(after) == count and (scales is None or factors is not None)
     complete &= not crop or roi is None or crops is not None
-    if scales is None and policy != "stretch":
-        complete &= wanted is not None
-        if not complete:
-            raise UnsupportedOpError(
-                f"the gradient of a Resize with keep_aspect_ratio_policy={policy!r} needs static sizes: "
-                f"{dy.name!r} has {after_all}; make the model's spatial dimensions static"
-            )
+    complete &= scales is not None or policy == "stretch" or wanted is not None
     if not complete:
         return None
     if factors is not None:

@@ -204,6 +204,14 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 2, 3, 4), f(2, 3, 5, 6, 9), f(2, 3, 2, 3, 4), kernel_shape=[2, 2, 2], strides=[2, 2, 2]),
         c(f(2, 3, 2, 3), f(2, 3, 6, 25), f(2, 3, 2, 3), kernel_shape=[3, 9], strides=[3, 9], pads=[1, 2, 1, 2]),
     ],
+    "Resize": [
+        c(f(2, 3, 9, 7), None, None, i(2, 3, 20, 5), constants=(3,), mode="linear"),
+        c(f(3, 3, 25), None, np.array([1, 1, 2.1], np.float32), None, constants=(2,), mode="cubic"),
+    ],
+    "graphc::ResizeGrad": [
+        c(f(2, 3, 20, 5), i(2, 3, 9, 7), None, None, i(2, 3, 20, 5), constants=(1, 4), mode="linear"),
+        c(f(2, 3, 4, 21), i(2, 3, 3, 35), None, None, i(2, 3, 4, 21), constants=(1, 4), mode="nearest"),
+    ],
     "CumSum": [
         c(f(*shape), i(axis), constants=(1,), exclusive=e, reverse=r)
         for shape, axis in (((3, 7), 1), ((7, 3), 0), ((2, 5, 130), -2))
