@@ -7,9 +7,9 @@ PyTorch's newer exporter writes adaptive average pooling of 32 × 32 to 7 × 7 p
     after    y = A · x · Bᵀ        A[7, 32], B[7, 32]: how often each line is in a sum
 
 The nodes between the GatherND and the last sum are linear in x, with coefficients that depend on the picked axes alone. They
-are followed as one matrix over those axes, and stay one where it is small. Divisions by the counts stay behind the product, whose coefficients are small whole
-numbers, exact in 16 bits. A gradient is two products as well, where that of a GatherND scatters on one thread. Where x has an
-infinity or NaN, more sums are NaN than those that pick it.
+are followed as one matrix over those axes, and stay one where it is small. Divisions by the counts stay behind the product,
+whose coefficients are small whole numbers, exact in 16 bits. Gradients are products as well, where that of a GatherND scatters
+on one thread. Where x has an infinity or NaN, more sums are NaN than those that pick it.
 """
 
 from __future__ import annotations

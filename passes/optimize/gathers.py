@@ -5,7 +5,10 @@
 
 Slices cost no pass over memory inside a generated kernel, need no check of indices, and their gradients add what lies side by
 side, where that of a Gather scatters. Windows, patches, channel orders and halves that change places look like this in exported
-files. A GatherND of single indices, as exporters write ``x[:, indices]``, becomes a Gather first, which has a faster gradient.
+files. Windows that start several elements apart, as patches of a series, are slices of blocks of so many elements as divide
+both this distance and the windows: windows of 16 every 8 elements are blocks of 8 beside the blocks behind them.
+
+A GatherND of single indices, as exporters write ``x[:, indices]``, becomes a Gather first, which has a faster gradient.
 A Gather stays as it is if it reads a parameter (an embedding has a gradient of rows), if its indices or the length of the axis
 are known only at run time, or if they make more than 16 slices or slices of less than 4 elements.
 
@@ -14,6 +17,7 @@ Sums of what a GatherND picks, as in adaptive pooling, become products first (:m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -22,7 +26,7 @@ import onnx_ir as ir
 
 from graphc.errors import counted
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, dims, input_of, required
+from graphc.ir.facts import constant, dims, input_of, rank, required
 from graphc.passes.optimize.gathered_sums import sums_as_products
 from graphc.passes.optimize.simplify import dead_code_elimination, replace
 from graphc.pipeline import Context, graph_pass
@@ -70,6 +74,9 @@ def _as_gather(op: Builder, node: ir.Node) -> ir.Value | None:
 
 
 def _as_slices(op: Builder, node: ir.Node) -> ir.Value | None:
+    windows = _in_blocks(op, node)
+    if windows is not None:
+        return windows
     pieces = _pieces(node)
     if pieces is None:
         return None
@@ -80,8 +87,8 @@ def _as_slices(op: Builder, node: ir.Node) -> ir.Value | None:
     return slices[0] if len(slices) == 1 else op.Concat(*slices, axis=axis)  # type: ignore[no-any-return]
 
 
-def _pieces(node: ir.Node) -> tuple[int, Sequence[Run], int | None] | None:
-    """The axis, the slices of a Gather, and the new axis that counts them (None: they follow each other); None: it stays."""
+def _indices(node: ir.Node) -> tuple[ir.Value, int, np.ndarray[Any, np.dtype[np.int64]]] | None:
+    """The data, the axis and the indices of a Gather, if they are known, valid and more than a few."""
     data, indices = input_of(node), constant(node.inputs[1])
     sizes = dims(data)
     if indices is None or sizes is None or data.is_initializer() or not 1 <= indices.ndim <= 2 or indices.size < LEAST:
@@ -91,8 +98,54 @@ def _pieces(node: ir.Node) -> tuple[int, Sequence[Run], int | None] | None:
     if not isinstance(size, int):
         return None
     indices = np.where(indices < 0, indices + size, indices)
-    if indices.min() < 0 or indices.max() >= size:
-        return None  # an error, which the Gather reports
+    return (data, axis, indices) if indices.min() >= 0 and indices.max() < size else None  # an error, which Gather reports
+
+
+def _in_blocks(op: Builder, node: ir.Node) -> ir.Value | None:
+    """Windows of neighbours, as slices of blocks."""
+    found = _indices(node)
+    if found is None or found[2].ndim != 2 or min(found[2].shape) < 2:
+        return None
+    data, axis, indices = found
+    turned = indices[1, 0] - indices[0, 0] == 1
+    if turned:
+        indices = indices.T
+    first, (count, width) = int(indices[0, 0]), indices.shape
+    hop = int(indices[1, 0]) - first
+    following = [d for d in (dims(data) or ())[axis + 1 :] if isinstance(d, int)]
+    if hop < 2 or axis + 1 + len(following) != rank(data):
+        return None
+    if not np.array_equal(indices, first + hop * np.arange(count)[:, None] + np.arange(width)):
+        return None
+    block = math.gcd(hop, width)
+    if block < min(LEAST, width):
+        block = hop  # the last block of a window is not taken whole
+    step, pieces = hop // block, -(-width // block)
+    if pieces > MOST or (pieces > 1 and block < LEAST):
+        return None
+    last, length = width - block * (pieces - 1), hop * (count - 1) + block * pieces
+    size = required(dims(data))[axis]
+    assert isinstance(size, int)
+    if first + length > size:
+        data = op.Pad(data, [0, first + length - size], None, [axis])
+    blocks = op.Reshape(op.Slice(data, [first], [first + length], [axis]), [*[0] * axis, length // block, block, *following])
+    parts = [op.Slice(blocks, [k], [k + step * (count - 1) + 1], [axis], [step]) for k in range(pieces)]
+    if last < block:
+        parts[-1] = op.Slice(parts[-1], [0], [last], [axis + 1])
+    result = parts[0] if pieces == 1 else op.Concat(*parts, axis=axis + 1)
+    if turned:
+        order = list(range(rank(data) + 1))
+        order[axis], order[axis + 1] = axis + 1, axis
+        result = op.Transpose(result, perm=order)
+    return result  # type: ignore[no-any-return]
+
+
+def _pieces(node: ir.Node) -> tuple[int, Sequence[Run], int | None] | None:
+    """The axis, the slices of a Gather, and the new axis that counts them (None: they follow each other); None: it stays."""
+    known = _indices(node)
+    if known is None:
+        return None
+    _, axis, indices = known
     if indices.ndim == 1:
         runs = _runs(indices)
         return (axis, runs, None) if len(runs) <= MOST and len(indices) >= LEAST * len(runs) else None

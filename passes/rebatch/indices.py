@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.errors import ModelError
-from graphc.ir.facts import describe_value, dims
+from graphc.ir.facts import constant, describe_value, dims
 from graphc.passes.rebatch.change import Change
 
 
@@ -70,6 +70,24 @@ def scatter_nd(change: Change, node: ir.Node) -> None:
     made = node.inputs[1]
     if not change.axes(updates) and change.axes(made):
         node.replace_input_with(2, change.rows(updates, change.axes(made)[0], exact=True))
+
+
+def add_rows(change: Change, node: ir.Node) -> None:
+    """Let the number of rows that others are added to, and constant indices of these, follow the batch of the others."""
+    rows, indices, shape = node.inputs
+    sizes = constant(shape)
+    if rows is None or indices is None or sizes is None or not (change.axes(rows) or change.axes(indices)):
+        return
+    inner, left = divmod(int(sizes[0]), change.declared)
+    if left or not inner:
+        return  # a number of rows of its own
+    if not change.axes(indices):
+        array = change.number(indices)
+        if array is None or not _walks_the_batch(change, array, inner):
+            return
+        node.replace_input_with(1, change.rows(indices, 0, exact=True, step=inner))
+    count = change.op.Mul(change.batch(), np.array([inner]))
+    node.replace_input_with(2, change.op.Concat(count, sizes[1:], axis=0))
 
 
 def _batch_axis(change: Change, data: ir.Value, reached: Sequence[ir.Value]) -> int:

@@ -126,7 +126,7 @@ def _walk(graph: ir.Graph, change: Change) -> None:
         for value in node.outputs:
             value.const_value = None  # folded for the old batch size
         try:
-            repair = REPAIRS.get(node.op_type) if node.domain == "" else None
+            repair = REPAIRS.get(node.op_type) if node.domain in ("", "graphc") else None
             if repair is not None:
                 repair(change, node)
             apply(node)

@@ -246,6 +246,7 @@ REPAIRS: dict[str, Repair] = {
     "GRU": _recurrent,
     "Gather": indices.gather,
     "GatherElements": indices.gather_elements,
+    "GatherGrad": indices.add_rows,
     "GatherND": indices.gather_nd,
     "Gemm": _gemm,
     "InstanceNormalization": _channels,
@@ -264,7 +265,7 @@ REPAIRS: dict[str, Repair] = {
 
 def is_doubtful(change: Change, node: ir.Node) -> bool:
     """Whether the graph alone does not tell that ``node``, which the batch reaches, keeps the samples apart."""
-    if node.op_type in CONTROL or node.op_type in ("GatherND", "ScatterND", "NonZero", "Compress"):
+    if node.op_type in CONTROL or node.op_type in ("GatherND", "ScatterND", "GatherGrad", "NonZero", "Compress"):
         return True
     if node.op_type in ("Gather", "GatherElements", "ScatterElements"):
         data = input_of(node)

@@ -42,7 +42,7 @@ GRAIN = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class WeightedSums:
     """Results that are weighted sums of few of ``length`` elements each.
 
     Attributes:
@@ -57,7 +57,7 @@ class Sums:
     counts: Array
 
     @classmethod
-    def of(cls, results: Array, places: Array, weights: Array, count: int, length: int) -> Sums:
+    def of(cls, results: Array, places: Array, weights: Array, count: int, length: int) -> WeightedSums:
         """``count`` sums, as a list of (result, element, weight); an element may be there twice."""
         some = weights != 0
         flat, which = np.unique(results[some] * length + places[some], return_inverse=True)
@@ -122,14 +122,14 @@ def resize_grad(k: Binding) -> Run:
 def _resized(k: Binding, shape: ir.Shape | None, y: ir.Value, source: Array, target: Array, *, backwards: bool) -> Run:
     attributes, changes = _attributes(k.node), _changes(k.node, shape, y)
     assert changes is not None
-    steps: list[tuple[float, int, Sums]] = []
+    steps: list[tuple[float, int, WeightedSums]] = []
     for axis, facts in changes.items():
         taps, weights = interpolation_taps(facts, attributes, precision_of(y, attributes))
         results = np.broadcast_to(np.arange(facts.after)[:, None], taps.shape)
         if backwards:
-            sums = Sums.of(taps, results, weights, facts.before, facts.after)
+            sums = WeightedSums.of(taps, results, weights, facts.before, facts.after)
         else:
-            sums = Sums.of(results, taps, weights, facts.after, facts.before)
+            sums = WeightedSums.of(results, taps, weights, facts.after, facts.before)
         if not (facts.before == facts.after and (sums.counts == 1).all() and (sums.weights[:, 0] == 1).all()):
             steps.append((len(sums.counts) / sums.length, axis, sums))
     last = source.ndim - 1
@@ -145,8 +145,8 @@ def _resized(k: Binding, shape: ir.Shape | None, y: ir.Value, source: Array, tar
     return in_order([_along(k.pool, axis, sums, *arrays[n : n + 2]) for n, (_, axis, sums) in enumerate(steps)])
 
 
-def _along(pool: Pool, axis: int, sums: Sums, x: Array, y: Array) -> Run:
-    """Sums along one axis."""
+def _along(pool: Pool, axis: int, sums: WeightedSums, x: Array, y: Array) -> Run:
+    """WeightedSums along one axis."""
     inner = math.prod(x.shape[axis + 1 :])
     if inner > 1:
         units, planes = y.size // inner, x.reshape(-1, sums.length, inner)
@@ -164,7 +164,7 @@ def _along(pool: Pool, axis: int, sums: Sums, x: Array, y: Array) -> Run:
     return pool.bind(_along_columns, arguments, -(-rows // ROWS), max(1, GRAIN // (ROWS * count)))
 
 
-def _bands(sums: Sums, blocks: int) -> tuple[list[Array], Array, Array]:
+def _bands(sums: WeightedSums, blocks: int) -> tuple[list[Array], Array, Array]:
     """For each vector of results the weights of all that it reads (depth × LANES), where that starts, and its depth."""
     most = sums.places.shape[1]
     used = np.arange(most) < sums.counts[:, None]

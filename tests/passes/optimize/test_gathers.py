@@ -67,6 +67,34 @@ def test_slices_take_the_same_elements(case: str, axis: int) -> None:
     np.testing.assert_array_equal(run_model(model, {"x": x})["y"], np.take(x, SLICED[case], axis) + 1)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("first", "hop", "width", "count", "slices"),
+    [
+        (0, 8, 16, 4, 3),
+        (0, 8, 8, 5, 2),
+        (3, 4, 12, 6, 4),
+        (0, 4, 6, 9, 4),
+        (1, 4, 7, 9, 4),  # the last block reaches beyond the end
+        (0, 2, 2, 20, 2),
+        (5, 12, 5, 3, 3),
+    ],
+)
+def test_windows_are_slices_of_blocks(
+    first: int, hop: int, width: int, count: int, slices: int, turned: bool, axis: int
+) -> None:
+    indices = first + hop * np.arange(count)[:, None] + np.arange(width)
+    indices = indices.T if turned else indices
+    shape = (40, 3) if axis == 0 else (2, 40, 3)
+    model, x = model_of(indices, list(shape), axis), np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    run(model, [PassCall("gathers"), PassCall("verify")], Context(done=["legalize"]))
+    ops = [node.op_type for node in model.graph]
+    assert "Gather" not in ops
+    assert ops.count("Slice") <= slices
+    np.testing.assert_array_equal(run_model(model, {"x": x})["y"], np.take(x, indices, axis) + 1)
+
+
 @pytest.mark.parametrize("case", LEFT)
 def test_what_a_few_slices_cannot_do_stays(case: str) -> None:
     model = model_of(LEFT[case], [2, 8], 1)
@@ -116,6 +144,25 @@ def test_windows_and_shuffles_train_as_in_pytorch() -> None:
     torch.manual_seed(0)
     module, x, label = Patches(), torch.randn(6, 2, 8, 8), torch.randint(0, 5, (6,))
     ops = ops_trained(module, x, label)
+    assert not {"GatherND", "GatherGrad", "ScatterND", "ScatterElements"} & set(ops)
+
+
+class Frames(nn.Module):
+    """Windows that overlap, of the series and of the windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(2, 4, 3, padding=1), nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames = self.first(x).unfold(-1, 16, 8)
+        return self.last(frames.unfold(-1, 6, 5).square().mean((1, 2, 3)))
+
+
+@pytest.mark.full
+def test_frames_train_as_in_pytorch() -> None:
+    torch.manual_seed(0)
+    ops = ops_trained(Frames(), torch.randn(6, 2, 64), torch.randint(0, 5, (6,)))
     assert not {"GatherND", "GatherGrad", "ScatterND", "ScatterElements"} & set(ops)
 
 

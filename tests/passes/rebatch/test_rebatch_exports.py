@@ -174,7 +174,7 @@ def test_any_batch_computes_what_pytorch_computes(case: str, dynamo: bool, batch
     torch.manual_seed(0)
     module = make().eval()
     model = load(exported(module, inputs(batch), dynamo=dynamo))
-    run_pipeline(model, "legalize,rebatch,simplify,verify")
+    run_pipeline(model, "legalize,rebatch,simplify,decompose,verify")
     for size in (1, 2, 4, 8):
         if case == "grouped" and size == 1:
             continue
@@ -208,7 +208,7 @@ def test_an_output_that_depends_on_no_sample_is_no_total() -> None:
     feeds = (torch.randn(3, 5, 2), torch.tensor([4, 0, 2]))
     torch.onnx.export(module, feeds, path, dynamo=False, input_names=["x", "at"])
     model = load(onnx.load_from_string(path.getvalue()))
-    run_pipeline(model, "legalize,rebatch,simplify,verify")
+    run_pipeline(model, "legalize,rebatch,simplify,decompose,verify")
     x, at = torch.randn(7, 5, 2), torch.tensor([4, 0, 2, 1, 3, 0, 1])
     for have, want in zip(run(model, {"x": x.numpy(), "at": at.numpy()}), module(x, at), strict=True):
         np.testing.assert_allclose(have, want.detach().numpy(), rtol=1e-6)
