@@ -15,7 +15,8 @@ from graphc.ir.facts import constant, dims, input_of, rank, required
 
 zero_gradient("Shape", "Size", "Constant", "ConstantOfShape", "EyeLike", "graphc::StopGradient", origin=__name__)
 
-_END = np.iinfo(np.int64).max
+_END, _FAR = np.iinfo(np.int64).max, np.iinfo(np.int32).max
+"""Indices beyond any axis: as far as there are, and the least that exporters write."""
 
 
 def scatter_back(op: Builder, x: ir.Value, dy: ir.Value, pick: Callable[[Any], Any]) -> Any:
@@ -126,6 +127,13 @@ def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         return scattered() if strides is not None and (strides != 1).any() else _surround_from(op, x, dy, where, starts)
     begins = [int(s) for s in first.reshape(-1)]
     by = [1] * len(where) if strides is None else [int(s) for s in strides.reshape(-1)]
+    turned = [k for k, axis in enumerate(where) if by[k] == -1 and _is_whole(begins[k], ends, k)]
+    if turned:
+        count = len(turned)
+        dy = op.Slice(dy, [_END] * count, [-_END] * count, [where[k] for k in turned], [-1] * count)
+        where, begins, by = ([n for k, n in enumerate(found) if k not in turned] for found in (where, begins, by))
+        if not where:
+            return dy
     lengths = [(_length(x, axis), _length(dy, axis)) for axis in where]
     if any(step != 1 and not all(isinstance(d, int) for d in pair) for step, pair in zip(by, lengths, strict=True)):
         return scattered()
@@ -140,6 +148,12 @@ def slice_(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
         if abs(step) > 1:
             dy = _with_gaps(op, dy, axis, taken, abs(step))
     return _surround(op, x, dy, where, begins)
+
+
+def _is_whole(start: int, ends: ir.Value | None, k: int) -> bool:
+    """Whether a Slice with steps of -1 takes every element of an axis, whose length may be unknown."""
+    known = constant(ends)
+    return (start == -1 or start >= _FAR) and known is not None and int(known.reshape(-1)[k]) <= -_FAR
 
 
 def _length(value: ir.Value, axis: int) -> Any:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient, operands
 from graphc.ir.builder import Builder
-from graphc.ir.facts import constant, describe, dtype_of, rank
+from graphc.ir.facts import constant, describe, dims, dtype_of, rank
 from graphc.ir.ops import sampling
 from graphc.ir.ops.convolution import POOL
 from graphc.ir.ops.pooling import norm_flow, norm_slope
@@ -61,6 +61,14 @@ def col2im(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     columns: Any = op.Pad(dy, [0, 0, *pads[:n], 0, 0, *pads[n:]]) if any(pads) else dy
     for axis in range(n):
         where = 2 + 2 * axis  # each image axis is split into taps and blocks
+        known = dims(columns)
+        size = None if known is None else known[where]
+        if isinstance(size, int) and kernel[axis] <= 16:  # slices, which are no pass over memory
+            reach = size - dilations[axis] * (kernel[axis] - 1)
+            starts = [tap * dilations[axis] for tap in range(kernel[axis])]
+            pieces = [op.Slice(columns, [k], [k + reach], [where], [strides[axis]]) for k in starts]
+            columns = op.Concat(*(op.Unsqueeze(piece, [where]) for piece in pieces), axis=where)
+            continue
         last = op.Sub(op.lengths((columns, where)), [dilations[axis] * (kernel[axis] - 1) + 1])
         blocks = op.Add(op.Div(last, [strides[axis]]), [1])
         starts = op.Mul(op.Range(np.int64(0), op.Squeeze(blocks, [0]), np.int64(1)), [strides[axis]])

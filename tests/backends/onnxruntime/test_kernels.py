@@ -341,6 +341,26 @@ def test_a_short_time_fourier_transform_is_that_of_numpy(parts: int, one_sided: 
 
 
 @pytest.mark.parametrize(
+    ("block", "options"),
+    [
+        ((3, 3), {"padding": 1}),
+        ((2, 4), {"stride": (2, 3)}),
+        ((3, 2), {"dilation": (2, 3), "padding": (1, 2), "stride": (1, 2)}),
+        ((1, 1), {}),
+    ],
+)
+def test_columns_of_windows_add_up_to_images(block: tuple[int, ...], options: dict[str, Any], pool: ThreadPool) -> None:
+    image = (11, 14)
+    sizes = torch.nn.functional.unfold(torch.zeros(1, 1, *image), block, **options).shape
+    columns = normal(2, 5 * sizes[1], sizes[2])
+    want = torch.nn.functional.fold(torch.tensor(columns), image, block, **options).numpy()
+    wide = {name: [n, n] if isinstance(n, int) else list(n) for name, n in options.items()}
+    given = {"strides": wide.get("stride"), "dilations": wide.get("dilation"), "pads": wide.get("padding", []) * 2}
+    attributes = {name: value for name, value in given.items() if value}
+    close(native("Col2Im", [columns, np.array(image), np.array(block)], attributes, pool, [want], (1, 2))[0], want)
+
+
+@pytest.mark.parametrize(
     ("kernel", "stride", "pads"), [((1, 25), (1, 1), (0, 12)), ((3, 7), (2, 6), (1, 3)), ((20, 18), (20, 18), (0, 0))]
 )
 def test_averages_over_long_windows(
