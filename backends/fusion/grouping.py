@@ -19,6 +19,7 @@ from graphc.backends.fusion.expressions import stored_bytes
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.graph_queries import is_cast, operands, results
 from graphc.backends.fusion.groups import (
+    AGAIN,
     OPERANDS,
     SMALL,
     WORK,
@@ -228,6 +229,8 @@ class _Grouper(Launches):
         both = FusedKernel(shape, axes, [*kernel.reductions, *new.reductions], [*kernel.stores, *new.stores])
         reads = self.reads_of(both, at)
         if reads is None or len(reads) + len(both.stores) > OPERANDS:
+            return None
+        if both.variables > kernel.variables + new.variables + AGAIN:
             return None
         if axes and not (self._busy(both.spec) or Generator(both.spec, lambda v: v in reads).divides()):
             return None

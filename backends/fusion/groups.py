@@ -20,6 +20,13 @@ OPERANDS = 32
 WORK = 40
 """Most operations worth repeating instead of reading a value; a few hundred cost as much as the memory."""
 
+AGAIN = 64
+"""Most variables of a kernel beyond those of its parts.
+
+A kernel that needs a value of its own at other places computes all that makes it once more for each. A chain of such values, as
+a running product in steps of 1, 2, 4, …, takes LLVM a minute then, and its steps ten times as long.
+"""
+
 SMALL = 1 << 16
 """Elements below which the launch costs more than the memory, so that unrelated values may share a kernel."""
 
@@ -30,6 +37,7 @@ class FusedKernel:
 
     Attributes:
         recomputed: values in memory that the kernel recomputes instead of reading them.
+        variables: that it computes, as of the last :meth:`Launches.reads_of`.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +46,7 @@ class FusedKernel:
     stores: list[ir.Value] = field(default_factory=list)
     reads: set[ir.Value] = field(default_factory=set)
     recomputed: set[ir.Value] = field(default_factory=set)
+    variables: int = 0
 
     @property
     def spec(self) -> KernelSpec:
@@ -98,7 +107,10 @@ class Launches:
             return made < at if made is not None else value.producer() is None or is_constant(value.producer())
 
         found = self._reads.of(kernel.spec, in_memory)
-        return None if found is None else set(found)
+        if found is None:
+            return None
+        kernel.variables = found[1]
+        return set(found[0])
 
     def needed_reads(self, kernel: FusedKernel, at: int) -> set[ir.Value]:
         """The reads of a kernel at position ``at``; NotFusibleError if it cannot be generated."""
@@ -151,14 +163,18 @@ class Launches:
         again = [values for values, _ in found]
         if not all(again) or sum(nbytes for _, nbytes in found) >= (1 + len(readers)) * nbytes_of(value):
             return
-        before = [frozenset(kernel.recomputed) for _, kernel in readers]
+        before = [(frozenset(kernel.recomputed), kernel.variables) for _, kernel in readers]
         reads = []
         for (k, kernel), values in zip(readers, again, strict=True):
             kernel.recomputed |= values
             reads.append(self.reads_of(kernel, k))
-        if any(r is None or len(r) + len(n.stores) > OPERANDS for r, (_, n) in zip(reads, readers, strict=True)):
-            for (_, kernel), values in zip(readers, before, strict=True):
-                kernel.recomputed = set(values)
+        fit = (
+            r is not None and len(r) + len(n.stores) <= OPERANDS and n.variables <= variables + AGAIN
+            for r, (_, n), (_, variables) in zip(reads, readers, before, strict=True)
+        )
+        if not all(fit):
+            for (_, kernel), (values, variables) in zip(readers, before, strict=True):
+                kernel.recomputed, kernel.variables = set(values), variables
             return
         for (_, kernel), found_reads in zip(readers, reads, strict=True):
             kernel.reads = found_reads or set()
@@ -200,9 +216,10 @@ class Launches:
         if not again or nbytes * 4 > nbytes_of(value):
             return
         kernel.recomputed.add(value)
-        reads = self.reads_of(kernel, at)
-        if reads is None or len(reads) + len(kernel.stores) > OPERANDS:
+        variables, reads = kernel.variables, self.reads_of(kernel, at)
+        if reads is None or len(reads) + len(kernel.stores) > OPERANDS or kernel.variables > variables + AGAIN:
             kernel.recomputed.discard(value)
+            kernel.variables = variables
         else:
             kernel.reads = reads
 

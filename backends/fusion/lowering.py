@@ -415,6 +415,11 @@ class Values:
 
     # Text -------------------------------------------------------------------------------------------------------------
 
+    @property
+    def variables(self) -> int:
+        """How many variables the text defines so far."""
+        return self._count
+
     def _name(self, letter: str) -> str:
         self._count += 1
         return f"{letter}{self._count}"

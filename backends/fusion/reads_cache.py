@@ -29,21 +29,22 @@ class Reads:
     The nodes of the graph must not change meanwhile.
     """
 
-    _known: dict[Hashable, tuple[int, ...] | None] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[tuple[int, ...], int] | None] = field(default_factory=dict)
     _nodes: dict[ir.Node, Hashable] = field(default_factory=dict)
     _values: dict[ir.Value, Hashable] = field(default_factory=dict)
 
-    def of(self, spec: KernelSpec, in_memory: InMemory) -> tuple[ir.Value, ...] | None:
-        """The reads of ``spec``'s kernel, in parameter order; None if it cannot be generated."""
+    def of(self, spec: KernelSpec, in_memory: InMemory) -> tuple[tuple[ir.Value, ...], int] | None:
+        """The reads of ``spec``'s kernel, in parameter order, and the number of its variables; None: it cannot be generated."""
         walk = _Walk(self, in_memory)
         key = walk.key(spec)
         if key not in self._known:
             try:
-                self._known[key] = tuple(walk.numbers[v] for v in Generator(spec, in_memory).reads())
+                generator = Generator(spec, in_memory)
+                self._known[key] = tuple(walk.numbers[v] for v in generator.reads()), generator.variables
             except NotFusibleError:
                 self._known[key] = None
         found = self._known[key]
-        return None if found is None else tuple(walk.values[k] for k in found)
+        return None if found is None else (tuple(walk.values[k] for k in found[0]), found[1])
 
     def node(self, node: ir.Node) -> Hashable:
         """A node's operation, without its operands."""

@@ -1,0 +1,45 @@
+"""A chain of values that are read at other places, as a running product, stays in kernels of a bounded size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import graphc
+from graphc.backends.host import compiler
+from tests.frontends.torch_steps import follow
+
+pytestmark = pytest.mark.full
+
+
+class Rays(torch.nn.Module):
+    """How much light reaches each sample of a ray."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Any) -> Any:
+        alpha = 1 - torch.exp(-torch.relu(x) * self.scale)
+        passed = torch.cumprod(torch.cat([torch.ones(len(x), 1), 1 - alpha + 1e-10], -1), -1)
+        return alpha * passed[:, :-1]
+
+
+def test_light_along_rays_trains_as_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    plain = compiler.Compiler.compile
+
+    def noting(own: compiler.Compiler, source: Any, loops: Any) -> Any:
+        sizes.append(source.body.count("\n"))
+        return plain(own, source, loops)
+
+    monkeypatch.setattr(compiler.Compiler, "compile", noting)
+    torch.manual_seed(0)
+    module, x = Rays(), torch.randn(2048, 64)
+    goal = torch.rand(2048, 64)
+    program = graphc.compile(module, example_inputs=(x,), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
+    trained = follow(program, module, x, goal, rate=0.1, steps=3)
+    assert abs(float(trained["scale"]) - module.scale.item()) < 1e-6
+    assert 0 < max(sizes) < 500, "one kernel for all of it has 8,600 lines, which LLVM takes more than a minute for"
