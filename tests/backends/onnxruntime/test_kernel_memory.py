@@ -204,6 +204,11 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 2, 3, 4), f(2, 3, 5, 6, 9), f(2, 3, 2, 3, 4), kernel_shape=[2, 2, 2], strides=[2, 2, 2]),
         c(f(2, 3, 2, 3), f(2, 3, 6, 25), f(2, 3, 2, 3), kernel_shape=[3, 9], strides=[3, 9], pads=[1, 2, 1, 2]),
     ],
+    "GridSample": [
+        c(f(2, 3, 4, 5), f(2, 20, 15, 2), padding_mode=padding, mode=mode)
+        for padding in ("zeros", "border", "reflection")
+        for mode in ("linear", "nearest")
+    ],
     "Col2Im": [
         c(f(2, 18, 24), i(4, 6), i(3, 3), constants=(1, 2), pads=[1, 1, 1, 1]),
         c(f(1, 4, 6), i(4, 7), i(2, 2), constants=(1, 2), strides=[2, 2]),

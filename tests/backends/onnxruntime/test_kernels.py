@@ -403,6 +403,30 @@ def test_average_pool_of_volumes(kernel: tuple[int, ...], pads: tuple[int, ...],
         close(got, dx.numpy())
 
 
+@pytest.mark.parametrize("mode", ["bilinear", "nearest"])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("size", [(7, 9), (1, 6), (3, 5, 4)], ids=str)
+def test_samples_at_places_are_those_of_pytorch(
+    mode: str, padding: str, corners: bool, size: tuple[int, ...], pool: ThreadPool
+) -> None:
+    x, grid = normal(2, 3, *size), 1.5 * normal(2, *(23,) * len(size), len(size))
+    want = torch.nn.functional.grid_sample(torch.tensor(x), torch.tensor(grid), mode, padding, corners).numpy()
+    kind = "linear" if mode == "bilinear" else mode
+    attributes = {"mode": kind, "padding_mode": padding, "align_corners": int(corners)}
+    (got,) = native("GridSample", [x, grid], attributes, pool, [want])
+    close(got, want, 1e-5)
+
+
+def test_a_place_that_is_nan_gives_nan(pool: ThreadPool) -> None:
+    x, grid = normal(1, 2, 4, 4), normal(1, 3, 3, 2)
+    grid[0, 1, 1, 0], grid[0, 2, 2, 1] = np.nan, np.inf
+    (got,) = native("GridSample", [x, grid], {}, pool, [np.zeros((1, 2, 3, 3), np.float32)])
+    assert np.isnan(got[:, :, 1, 1]).all()
+    assert (got[:, :, 2, 2] == 0).all()
+    assert np.isfinite(got).sum() == got.size - 2
+
+
 def test_activations(pool: ThreadPool) -> None:
     x = np.concatenate([normal(40_000) * 3, np.array([0.0, -0.0, 30.0, -30.0], dtype=np.float32)])
     dy = normal(x.size)
