@@ -58,14 +58,14 @@ def _large_matmul(node: ir.Node) -> bool:
     if shapes is None or library() is None or len(shapes[0]) < 2 or len(shapes[1]) < 2:
         return False
     a, b, c = shapes
-    if math.prod(a) * c[-1] < WORTH:
+    if a[-1] * math.prod(c) < WORTH:
         return False
-    return len(b) == 2 or (a[:-2] == b[:-2] and min(*a[-2:], c[-1]) >= NARROWEST)
+    return len(b) == 2 or (a[:-2] in ((), b[:-2]) and min(*a[-2:], c[-1]) >= NARROWEST)
 
 
 @kernel("onnxruntime", "MatMul", when=_large_matmul)
 def matmul(k: Binding) -> Run:
-    """c = a·b for a matrix b and a stack of rows a, or for as many matrices each"""
+    """c = a·b for a matrix b and a stack of rows a, for as many matrices each, or for one matrix a and many b"""
     (a, b), (c,) = given(k.inputs, 2), given(k.outputs, 1)
     if b.ndim > 2:
         return _products(k.pool, *(x.reshape(-1, *x.shape[-2:]) for x in (a, b, c)))
@@ -73,14 +73,17 @@ def matmul(k: Binding) -> Run:
 
 
 def _products(pool: Pool, a: Array, b: Array, c: Array) -> Run:
-    """c = a·b for as many matrices each behind other axes, all of them possibly apart, those of a and b transposed."""
+    """c = a·b for as many matrices each behind other axes, all of them possibly apart, those of a and b transposed.
+
+    One matrix a may multiply all of b.
+    """
     lib = library()
     assert lib is not None
 
     def by_onednn() -> Run:
         return MatmulPrimitive(lib, a, b, c, None, pool=pool).runner()
 
-    if c.ndim == 3 and is_better_on_tiles(pool, c.shape, a.shape[2]):
+    if c.ndim == 3 and len(a) == len(c) and is_better_on_tiles(pool, c.shape, a.shape[2]):
         return product_on_tiles(pool, a, b, c, None, by_onednn)
     return by_onednn()
 

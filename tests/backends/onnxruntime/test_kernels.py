@@ -535,6 +535,7 @@ def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> N
     if not a and not b:
         compare("MatMul", [left.reshape(1, m, 1, k), right], {}, pool)
         compare("MatMul", [normal(2, 3, m, k), normal(2, 3, k, n)], {}, pool)
+        compare("MatMul", [normal(m, k), normal(2, 3, k, n)], {}, pool)
 
 
 @pytest.mark.full
