@@ -17,9 +17,12 @@ from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, specialized
 from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.backends.onnxruntime.vectors.functions import LANES
-from graphc.backends.onnxruntime.vectors.pooling import highest_of_rows, highest_of_windows
+from graphc.backends.onnxruntime.vectors.pooling import highest_of_rows, highest_of_windows, places_in_windows
 from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
+
+MOST_TAPS, LONGEST_STEP = 16, 4
+"""Taps of a row, and strides, that are instructions of a kernel."""
 
 
 def _max_pool_is_native(node: ir.Node) -> bool:
@@ -28,7 +31,7 @@ def _max_pool_is_native(node: ir.Node) -> bool:
         return False
     taps, strides = node.attributes["kernel_shape"].as_ints(), node.attributes.get("strides")
     stride = 1 if strides is None else strides.as_ints()[-1]
-    return len(taps) <= 3 and stride <= 4 and taps[-1] <= 16 and math.prod(taps[:-1]) <= 32
+    return len(taps) <= 3 and stride <= LONGEST_STEP and taps[-1] <= MOST_TAPS and math.prod(taps[:-1]) <= 32
 
 
 @kernel("onnxruntime", "MaxPool", when=_max_pool_is_native)
@@ -140,11 +143,12 @@ def max_pool_grad(k: Binding) -> Run:
             _max_pool_grad_of_long_rows, (*arguments, *lengths), volumes, max(1, 16384 // math.prod(x.shape[2:]))
         )
     parts = max(1, min(k.pool.threads, volumes, y.size // 1024))
-    found = on_lines((parts, out[2]), np.int32)
-    reach = (out[2] - 1) * strides[2] + (taps[2] - 1) * dilations[2] + 1
-    lines = on_lines((parts, 0 if (begin[2], reach) == (0, size[2]) else max(reach, begin[2] + size[2])))
+    found = on_lines((parts, out[2] + LANES), np.int32)
+    lines = on_lines((parts, max(begin[2] + size[2], strides[2] * (out[2] + LANES) + taps[2] * dilations[2]) + 2 * LANES))
     lines[:] = np.nan
-    return k.pool.bind(_max_pool_grad(taps[2], strides[2], dilations[2]), (*arguments, found, lines), parts)
+    in_vectors = taps[2] <= MOST_TAPS and strides[2] <= LONGEST_STEP
+    loop = _max_pool_grad(taps[2], strides[2], dilations[2], int(in_vectors))
+    return k.pool.bind(loop, (*arguments, found, lines), parts)
 
 
 def _lie_apart(window: Window, size: Sequence[int], out: Sequence[int]) -> bool:
@@ -249,16 +253,17 @@ def _max_pool_grad_of_long_rows(dy, y, x, dx, offsets, inside, begin, width, tap
 
 
 @specialized
-def _max_pool_grad(taps: int, stride: int, dilation: int) -> Callable[..., None]:
+def _max_pool_grad(taps: int, stride: int, dilation: int, in_vectors: int) -> Callable[..., None]:
     """Make the loop for windows of so many columns; a row of windows is searched in vectors, one row of x after the other.
 
-    A row with padding is searched in a line that holds NaN there, which equals no maximum.
+    A row is searched in a line that holds NaN around it, which equals no maximum.
     """
+    search = places_in_windows(taps if in_vectors else 1, stride if in_vectors else 1, dilation)
 
     @exact
     def max_pool_grad(dy, y, x, dx, offsets, inside, begin, width, found, lines, start, stop):
         parts, volumes, columns, rows = found.shape[0], x.shape[0], y.shape[2], offsets.shape[1]
-        padded, before = lines.shape[1] > 0, np.uint64(begin)
+        before = np.uint64(begin)
         for part in range(start, stop):
             at, line = found[part, :columns], lines[part]
             for volume in range(volumes * part // parts, volumes * (part + 1) // parts):
@@ -270,19 +275,17 @@ def _max_pool_grad(taps: int, stride: int, dilation: int) -> Callable[..., None]
                     wanted, slopes, under = y[volume, r], dy[volume, r], offsets[r]
                     at[:] = -1
                     for i in range(rows - 1, -1, -1):  # in reverse, so that the first maximum is the one kept
-                        row = source[under[i] : under[i] + width]
+                        row, corner = source[under[i] : under[i] + width], under[i] - begin
                         # unsigned indices need no test for negative ones, which would prevent vectorisation
-                        if padded:
-                            for w in range(np.uint64(width)):
-                                line[before + w] = row[w]
-                            row = line
-                        corner = under[i] - begin
-                        for q in range(np.uint64(columns)):
-                            value, place = wanted[q], at[q]
-                            for j in range(taps - 1, -1, -1):
-                                tap = q * np.uint64(stride) + np.uint64(j * dilation)
-                                place = np.int32(corner + np.int64(tap)) if row[tap] == value else place
-                            at[q] = place
+                        for w in range(np.uint64(width)):
+                            line[before + w] = row[w]
+                        if in_vectors:
+                            search(line.ctypes.data, wanted.ctypes.data, corner, at.ctypes.data, columns)
+                        else:
+                            for q in range(columns):
+                                for j in range(taps - 1, -1, -1):
+                                    tap = q * stride + j * dilation
+                                    at[q] = np.int32(corner + tap) if line[tap] == wanted[q] else at[q]
                     for q in range(columns):
                         if wanted[q] != wanted[q]:
                             at[q] = _first_of(source, under, q * stride - begin, width, taps, dilation, wanted[q])

@@ -28,6 +28,15 @@ def highest_of_windows(taps: int, stride: int, dilation: int, *, exact: bool) ->
     return Deferred(_INTRINSICS, "highest_of_windows", taps, stride, dilation, exact)
 
 
+def places_in_windows(taps: int, stride: int, dilation: int) -> Any:
+    """A function ``f(x, wanted, first, at, count)`` for compiled code: at[q] = the first of the places
+    first + q·stride + tap·dilation where x, which begins at ``first``, holds wanted[q]; at[q] stays where there is none.
+
+    Places are int32. Reads whole vectors of x, and reads and writes whole vectors of at.
+    """
+    return Deferred(_INTRINSICS, "places_in_windows", taps, stride, dilation)
+
+
 def sum_of_rows() -> Any:
     """A function ``f(x, offsets, weights, count, width, y)`` for compiled code: y = Σ weight · row, of ``count`` rows of
     ``width`` floats.

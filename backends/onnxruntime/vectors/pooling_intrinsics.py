@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir as ll
@@ -174,10 +175,47 @@ def _each_vector(builder: ll.IRBuilder, y: Any, count: Any, block: Callable[[Any
         masked(builder, "store", ll.VoidType(), [block(whole, mask), place, I32(4), mask])
 
 
+def places_in_windows(taps: int, stride: int, dilation: int) -> Any:
+    """See :func:`.pooling.places_in_windows`."""
+
+    @intrinsic
+    def run(typing_context, x, wanted, first, at, count):
+        whole_numbers = ll.VectorType(I32, LANES)
+        steps = ll.Constant(whole_numbers, [I32(stride * lane) for lane in range(LANES)])
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, wanted, first, at, count = (context.cast(builder, v, t, types.int64) for v, t in given)
+            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+            with cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (q, _):
+                offset = builder.shl(q, I64(2))
+                place = builder.inttoptr(builder.add(wanted, offset), POINTER)
+                value = masked(builder, "load", _KIND, [place, I32(4), within(builder, q, count), zero])
+                into = builder.inttoptr(builder.add(at, offset), POINTER)
+                found = builder.load(into, typ=whole_numbers, align=4)
+                start = builder.trunc(builder.add(first, builder.mul(q, I64(stride))), I32)
+                base = builder.add(in_all_lanes(builder, start), steps)
+                values = list(_values_of_taps(builder, x, q, taps, stride, dilation))
+                for tap in reversed(range(taps)):
+                    moved = builder.add(base, ll.Constant(whole_numbers, [I32(tap * dilation)] * LANES))
+                    found = builder.select(builder.fcmp_ordered("==", values[tap], value), moved, found)
+                builder.store(found, into, align=4)
+            return context.get_dummy_value()
+
+        return types.void(x, wanted, first, at, count), emit
+
+    return run
+
+
 def _of_windows(
     builder: ll.IRBuilder, x: Any, at: Any, taps: int, stride: int, dilation: int, combine: Callable[[Any, Any], Any]
 ) -> Any:
     """A vector of what ``combine`` makes of x[q·stride + tap·dilation], tap after tap, for q from ``at`` on."""
+    return functools.reduce(combine, _values_of_taps(builder, x, at, taps, stride, dilation))
+
+
+def _values_of_taps(builder: ll.IRBuilder, x: Any, at: Any, taps: int, stride: int, dilation: int) -> Iterator[Any]:
+    """For each tap the vector of x[q·stride + tap·dilation] for q from ``at`` on."""
     start = builder.add(x, builder.mul(at, I64(4 * stride)))
 
     def vector(offset: int) -> Any:
@@ -193,11 +231,8 @@ def _of_windows(
         return made
 
     shifts: dict[int, list[Any]] = {}
-    result = None
     for tap in range(taps):
         shift, phase = divmod(tap * dilation, stride)
         if shift not in shifts:
             shifts[shift] = [vector(shift * stride + k * LANES) for k in range(stride)]
-        value = every(shifts[shift], phase)
-        result = value if result is None else combine(result, value)
-    return result
+        yield every(shifts[shift], phase)
