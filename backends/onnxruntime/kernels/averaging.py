@@ -20,7 +20,6 @@ from graphc.backends.onnxruntime.vectors.pooling import sum_of_rows, sums_of_win
 from graphc.device import Array, Run
 from graphc.ir.facts import shape_of_result
 from graphc.ir.ops.convolution import Window
-from graphc.ir.ops.pooling import averaging_matrix
 
 MOST_TAPS, LONGEST_STEP = 16, 4
 """Taps of a row, and strides, that are instructions of a kernel."""
@@ -82,12 +81,21 @@ def _averages(attributes: Mapping[str, Any], x: Array, y: Array) -> tuple[Array,
     size, out = [n for _, n, _ in left], [n for _, _, n in left]
     shares = [np.ones(1)] * (3 - len(left))
     for axis in range(len(left)):
-        matrix = averaging_matrix(window, axis, bool(attributes.get("count_include_pad")), size[axis], out[axis])
-        shares.append(matrix.max(axis=1))
+        shares.append(_shares(window, axis, bool(attributes.get("count_include_pad")), size[axis], out[axis]))
     of_rows, of_columns = np.outer(shares[0], shares[1]).reshape(-1), shares[2]
     geometry = (*_geometry(window, size, out), window.strides[-1], *(s.astype(np.float32) for s in (of_rows, of_columns)))
     planes = [array.reshape(-1, math.prod(lengths[:-1]), lengths[-1]) for array, lengths in ((x, size), (y, out))]
     return planes[0], planes[1], geometry
+
+
+def _shares(window: Window, axis: int, include_pad: bool, size: int, out: int) -> Array:
+    """What each window of an axis multiplies its sum with; :func:`~graphc.ir.ops.pooling.averaging_matrix` without a matrix."""
+    begin, end = window.padding
+    taps = np.arange(window.kernel[axis]) * window.dilations[axis]
+    covered = np.arange(out)[:, None] * window.strides[axis] - begin[axis] + taps
+    inside = (covered >= 0) & (covered < size)
+    counted = covered < size + end[axis] if include_pad else inside
+    return np.asarray(inside.any(axis=1) / np.maximum(counted.sum(axis=1), 1))
 
 
 @kernel("onnxruntime", "AveragePool", when=lambda node: have_spatial_axes(node, (0,), 3))

@@ -340,6 +340,18 @@ def test_a_short_time_fourier_transform_is_that_of_numpy(parts: int, one_sided: 
         close(got, want, 1e-6)
 
 
+def test_averages_of_a_long_line_take_no_matrix(pool: ThreadPool) -> None:
+    """As a matrix, the windows would take 80 GB."""
+    x = torch.tensor(normal(1, 1, 200_000), requires_grad=True)
+    y = torch.nn.functional.avg_pool1d(x, 4)
+    dy = torch.tensor(normal(*y.shape))
+    (dx,) = torch.autograd.grad(y, x, dy)
+    attributes = {"kernel_shape": [4], "strides": [4]}
+    close(native("AveragePool", [x.detach().numpy()], attributes, pool, [y.detach().numpy()])[0], y.detach().numpy())
+    operands = [dy.numpy(), shape_of(x.numpy(force=True))]
+    close(native("graphc::AveragePoolGrad", operands, attributes, pool, [dx.numpy()], (1,))[0], dx.numpy())
+
+
 @pytest.mark.parametrize(
     ("block", "options"),
     [
