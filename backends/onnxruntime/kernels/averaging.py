@@ -16,13 +16,10 @@ from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import jit, specialized
 from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.backends.onnxruntime.vectors.functions import LANES
-from graphc.backends.onnxruntime.vectors.pooling import sum_of_rows, sums_of_windows
+from graphc.backends.onnxruntime.vectors.pooling import LONGEST_STEP, MOST_TAPS, sum_of_rows, sums_of_windows
 from graphc.device import Array, Run
 from graphc.ir.facts import shape_of_result
 from graphc.ir.ops.convolution import Window
-
-MOST_TAPS, LONGEST_STEP = 16, 4
-"""Taps of a row, and strides, that are instructions of a kernel."""
 
 
 def _geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> tuple[Array, Array]:

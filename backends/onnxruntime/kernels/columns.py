@@ -24,7 +24,7 @@ def _has_two_axes(node: ir.Node) -> bool:
 
 @kernel("onnxruntime", "Col2Im", when=_has_two_axes)
 def col2im(k: Binding) -> Run:
-    """One image of a channel after the other, whose rows take those of each tap."""
+    """The rows of each tap are added to rows of the image, one channel of a sample after the other."""
     (columns,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
     taps = constant(k.node.inputs[2])
     assert taps is not None

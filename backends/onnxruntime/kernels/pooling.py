@@ -17,12 +17,15 @@ from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes
 from graphc.backends.onnxruntime.kernels.jit import exact, specialized
 from graphc.backends.onnxruntime.kernels.scratch import on_lines
 from graphc.backends.onnxruntime.vectors.functions import LANES
-from graphc.backends.onnxruntime.vectors.pooling import highest_of_rows, highest_of_windows, places_in_windows
+from graphc.backends.onnxruntime.vectors.pooling import (
+    LONGEST_STEP,
+    MOST_TAPS,
+    highest_of_rows,
+    highest_of_windows,
+    places_in_windows,
+)
 from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
-
-MOST_TAPS, LONGEST_STEP = 16, 4
-"""Taps of a row, and strides, that are instructions of a kernel."""
 
 
 def _max_pool_is_native(node: ir.Node) -> bool:

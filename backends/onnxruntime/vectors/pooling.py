@@ -9,6 +9,9 @@ from graphc.backends.onnxruntime.vectors.deferred import Deferred
 _INTRINSICS = "graphc.backends.onnxruntime.vectors.pooling_intrinsics"
 """The module that makes them; it imports Numba."""
 
+MOST_TAPS, LONGEST_STEP = 16, 4
+"""Taps of a row, and strides, that are worth instructions of a kernel's own."""
+
 
 def highest_of_rows(rows: int, *, exact: bool) -> Any:
     """A function ``f(x, offsets, width, y)`` for compiled code: the maxima of ``rows`` rows of ``width`` floats, column by

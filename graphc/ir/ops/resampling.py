@@ -138,10 +138,8 @@ def resize_grad(
 ) -> ir.Value:
     """Gradient of ``y = Resize(x, roi, scales, sizes)``; ``shape``: int64, the shape of x."""
     axes = resized_axes(dy, attributes)
-    known, policy = (
-        static_axes(shape_of_result(shape), dy, roi, scales, sizes, attributes),
-        attributes["keep_aspect_ratio_policy"],
-    )
+    known = static_axes(shape_of_result(shape), dy, roi, scales, sizes, attributes)
+    policy = attributes["keep_aspect_ratio_policy"]
     if known is None and scales is None and policy != "stretch":
         raise UnsupportedOpError(
             f"the gradient of a Resize with keep_aspect_ratio_policy={policy!r} needs static sizes: "
