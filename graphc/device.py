@@ -147,6 +147,9 @@ class Memory(Protocol):
     def bind_copy(self, target: Array, source: Array) -> Run:
         """A closure that queues a copy between two arrays of this memory, or between one and :meth:`pinned` memory."""
 
+    def bind_feed(self, target: Array) -> Callable[[Array], None]:
+        """A closure that queues the copy of an array of the target's shape and type, on the host, to ``target``."""
+
     def bind_fill(self, target: Array, value: float) -> Run:
         """A closure that queues filling ``target`` with one number."""
 
@@ -231,6 +234,9 @@ class HostMemory(Unqueued):
 
     def bind_copy(self, target: Array, source: Array) -> Run:
         return functools.partial(np.copyto, target, source)
+
+    def bind_feed(self, target: Array) -> Callable[[Array], None]:
+        return functools.partial(np.copyto, target)
 
     def bind_fill(self, target: Array, value: float) -> Run:
         return functools.partial(target.fill, value)

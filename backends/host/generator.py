@@ -200,6 +200,10 @@ class HostGenerator(Generator):
         body = self._reduce(self.spec.reductions, beside=[s for s in stores if s[0] in whole])
         return self._source([*body, *self._row_stores([s for s in stores if s[0] not in whole])], stores)
 
+    def _online(self) -> dict[ir.Node, ir.Node]:
+        """None: rows stay in a core's cache, and the vectors of a loop would compute two exponentials for each number."""
+        return {}
+
     def _begin(self) -> None:
         super()._begin()
         self._loops_of.clear()

@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from graphc.backend import BACKENDS, Backend, Binding, SegmentPart, Whole, native_kernel
-from graphc.device import Array, Arrays, HostMemory, Memory, Run, in_order
+from graphc.device import Array, Arrays, Memory, Run, in_order
 from graphc.errors import ExecutionError, MissingExtraError, UnsupportedOpError, UsageError
 from graphc.gradient import key_of
 from graphc.ir.declare import declaration_of
@@ -41,6 +41,7 @@ try:
     from graphc.backends.onnxruntime.kernels.onednn import library
     from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
     from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
+    from graphc.backends.onnxruntime.memory import TeamMemory
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool
 except ImportError as error:  # pragma: no cover - depends on the installation
@@ -103,8 +104,8 @@ class OnnxRuntimeBackend(Backend):
         check_runs_here()
         if bf16_products and library() is None:
             raise UsageError("bf16_products needs oneDNN, which comes with 'pip install graphc[cpu]' on Linux")
-        self.memory: Memory = HostMemory()
         self.pool = ThreadPool(threads, bf16_products=bf16_products and multiplies_bfloat16())
+        self.memory: Memory = TeamMemory(self.pool)
         self._options = session_options(threads, spin)
         self._alone = session_options(1, spin=False)
         self._fuse = fuse

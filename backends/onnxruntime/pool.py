@@ -99,10 +99,14 @@ class ThreadPool:
             arguments: arrays, whose addresses are taken now, and numbers.
             held: what must live as long as the result.
         """
-        ranges = partition(total, grain, self.threads)
         bound = _bound(function, arguments)
         if bound is None:
-            return _holding(partial(self._spread, function, arguments, ranges), held)
+            return _holding(partial(self._spread, function, arguments, partition(total, grain, self.threads)), held)
+        return self.bind_code(bound, total, grain, held=held)
+
+    def bind_code(self, bound: Bound, total: int, grain: int = 1, *, held: tuple[object, ...] = ()) -> Run:
+        """Bind machine code over a fixed partition of ``range(total)`` (see :meth:`bind`)."""
+        ranges = partition(total, grain, self.threads)
         team = library()
         if len(ranges) == 1:
             call = np.array([bound.code, bound.words, total], dtype=np.int64)

@@ -60,6 +60,7 @@ class Feeds:
         self._sent: list[Event] = []
         self._copied: Event | None = None
         if memory.on_host:
+            self._feeds = [(name, memory.bind_feed(array)) for name, array in self.inputs.items()]
             return
         self._pinned = memory.pinned(total)
         self._here = views(self._pinned)
@@ -104,8 +105,8 @@ class Feeds:
     def bring(self, feeds: Mapping[str, Array]) -> None:
         """Queue the copy of ``feeds`` to the inputs; they are staged first unless they were already."""
         if self._memory.on_host:
-            for name, array in self.inputs.items():
-                np.copyto(array, feeds[name])
+            for name, bring in self._feeds:
+                bring(feeds[name])
             return
         staged = list(feeds)
         if self._staged is not feeds:

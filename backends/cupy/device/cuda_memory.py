@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -249,6 +250,9 @@ class CudaMemory:
 
     def bind_copy(self, target: Any, source: Any) -> Run:
         return self._bind(target, source)
+
+    def bind_feed(self, target: Any) -> Callable[[Array], None]:
+        return partial(self.copy, target)
 
     def bind_fill(self, target: Any, value: float) -> Run:
         pattern = np.array([value], target.dtype).view(np.uint8)

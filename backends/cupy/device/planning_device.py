@@ -7,7 +7,7 @@ arrays lie in reserved address space that never needs physical memory.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,9 @@ class PlannedDevice(Unqueued):
     def bind_copy(self, target: Array, source: Array) -> Run:
         """A copy that brings zeros to the host, as :meth:`fetch` does."""
         return partial(target.fill, 0) if target.flags.writeable else _nothing
+
+    def bind_feed(self, target: Array) -> Callable[[Array], None]:
+        return partial(self.copy, target)
 
     def bind_fill(self, target: Array, value: float) -> Run:
         return _nothing

@@ -1,4 +1,4 @@
-"""Sums of many numbers are as exact as float32 can give them."""
+"""Sums of many numbers are as exact as float32 can give them, and long rows are the work of kernels as short ones are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 
 from graphc.backends.host.segment import compile_segment
 from graphc.backends.host.segment_code import KernelPart
@@ -89,3 +90,24 @@ def test_few_long_rows_are_work_for_many_threads(name: str) -> None:
     shape, axes = SUMS[name]
     parts = compile_segment(ir.to_proto(model_of(shape, axes))).parts
     assert max(part.units for part in parts if isinstance(part, KernelPart)) >= 4
+
+
+SOFTMAX = """<ir_version: 10, opset_import: ["": 21]>
+g (float[ROWS, COLUMNS] x, float scale) => (y, z) {
+    scaled = Mul(x, scale)
+    y = LogSoftmax<axis = 1>(scaled)
+    z = Softmax<axis = 1>(scaled)
+}"""
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(4, 20_000), (70, 33_001), (3, 16_385)])
+def test_a_softmax_of_long_rows_is_computed_by_kernels_alone(rows: int, columns: int) -> None:
+    model = ir.from_proto(onnx.parser.parse_model(SOFTMAX.replace("ROWS", str(rows)).replace("COLUMNS", str(columns))))
+    parts = compile_segment(ir.to_proto(model)).parts
+    assert parts
+    assert all(isinstance(part, KernelPart) for part in parts)
+    x = np.random.default_rng(0).standard_normal((rows, columns)).astype(np.float32)
+    y, z = run_model(model, {"x": x, "scale": np.float32(3)}, backend="onnxruntime", threads=2).values()
+    wide = torch.from_numpy(x).double() * 3
+    np.testing.assert_allclose(y, wide.log_softmax(1), rtol=1e-6)
+    np.testing.assert_allclose(z, wide.softmax(1), rtol=5e-6, atol=1e-12)
