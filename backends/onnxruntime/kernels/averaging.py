@@ -22,7 +22,7 @@ from graphc.ir.facts import shape_of_result
 from graphc.ir.ops.convolution import Window
 
 
-def _geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> tuple[Array, Array]:
+def geometry(window: Window, size: Sequence[int], out: Sequence[int]) -> tuple[Array, Array]:
     """Compute where the windows lie in planes of rows, those of all layers where there are layers.
 
     Returns:
@@ -80,9 +80,9 @@ def _averages(attributes: Mapping[str, Any], x: Array, y: Array) -> tuple[Array,
     for axis in range(len(left)):
         shares.append(_shares(window, axis, bool(attributes.get("count_include_pad")), size[axis], out[axis]))
     of_rows, of_columns = np.outer(shares[0], shares[1]).reshape(-1), shares[2]
-    geometry = (*_geometry(window, size, out), window.strides[-1], *(s.astype(np.float32) for s in (of_rows, of_columns)))
+    places = (*geometry(window, size, out), window.strides[-1], *(s.astype(np.float32) for s in (of_rows, of_columns)))
     planes = [array.reshape(-1, math.prod(lengths[:-1]), lengths[-1]) for array, lengths in ((x, size), (y, out))]
-    return planes[0], planes[1], geometry
+    return planes[0], planes[1], places
 
 
 def _shares(window: Window, axis: int, include_pad: bool, size: int, out: int) -> Array:

@@ -1,4 +1,4 @@
-"""Maxima of pooling windows and their gradients.
+"""Maxima of pooling windows, and the gradients of those that did not keep their taps (:mod:`.pooling_taps`).
 
 The place of a maximum is found by searching the window, never read from an operand: whatever y holds, it is a tap inside x
 or -1.
@@ -126,11 +126,6 @@ def max_pool_grad(k: Binding) -> Run:
     (dy, x, y), (dx,) = given(k.inputs, 3), given(k.outputs, 1)
     window = Window.of(k.attributes, x.shape[2:])
     assert window.begin is not None
-    if _lie_apart(window, x.shape[2:], y.shape[2:]):
-        deep = [array.reshape(-1, *[1] * (5 - array.ndim), *array.shape[2:]) for array in (dy, x, y, dx)]
-        parts = max(1, min(k.pool.threads, len(deep[0]), y.size // 1024))
-        found = on_lines((parts, y.shape[-1]), np.int32)
-        return k.pool.bind(_grad_of_windows_apart(*[1] * (5 - x.ndim), *window.kernel), (*deep, found), parts)
     lift = 5 - x.ndim
     taps, dilations, strides = ((*[1] * lift, *of) for of in (window.kernel, window.dilations, window.strides))
     begin = (*[0] * lift, *window.begin)
@@ -152,57 +147,6 @@ def max_pool_grad(k: Binding) -> Run:
     in_vectors = taps[2] <= MOST_TAPS and strides[2] <= LONGEST_STEP
     loop = _max_pool_grad(taps[2], strides[2], dilations[2], int(in_vectors))
     return k.pool.bind(loop, (*arguments, found, lines), parts)
-
-
-def _lie_apart(window: Window, size: Sequence[int], out: Sequence[int]) -> bool:
-    """Whether no two windows share an element, none reaches over the edge of x, and vectors pay: rows are long, taps few."""
-    inside = all(taps * count <= length for taps, count, length in zip(window.kernel, out, size, strict=True))
-    pays = len(size) == 3 or (out[-1] >= 16 and window.kernel[-1] <= 2)
-    alone = window.strides == window.kernel and {*window.dilations} == {1} and {*(window.begin or ())} == {0}
-    return alone and inside and pays
-
-
-@specialized
-def _grad_of_windows_apart(taps_d: int, taps_h: int, taps_w: int) -> Callable[..., None]:
-    """Make the loop for windows that lie apart: each element of dx is dy of its window or 0, so that rows are vectors."""
-
-    @exact
-    def max_pool_grad(dy, x, y, dx, found, start, stop):
-        parts, planes, (depth, height, width) = found.shape[0], x.shape[0], x.shape[1:]
-        layers, rows, columns = y.shape[1], y.shape[2], y.shape[3]
-        whole = layers * taps_d == depth and rows * taps_h == height and columns * taps_w == width
-        for part in range(start, stop):
-            at = found[part, : y.shape[-1]]
-            for plane in range(planes * part // parts, planes * (part + 1) // parts):
-                source, target = x[plane], dx[plane]
-                if not whole:
-                    target[:] = 0.0
-                for p in range(layers):
-                    for r in range(rows):
-                        wanted, slopes, missing = y[plane, p, r], dy[plane, p, r], 0
-                        for q in range(columns):
-                            value, place = wanted[q], np.int32(-1)
-                            for tap in range(taps_d * taps_h * taps_w - 1, -1, -1):  # the first maximum is the one kept
-                                i, j, k = tap // (taps_h * taps_w), tap // taps_w % taps_h, tap % taps_w
-                                equal = source[p * taps_d + i, r * taps_h + j, q * taps_w + k] == value
-                                place = np.int32(tap) if equal else place
-                            at[q] = place
-                            missing += place < 0
-                        if missing > 0:
-                            for q in range(columns):
-                                for tap in range(taps_d * taps_h * taps_w):
-                                    i, j, k = tap // (taps_h * taps_w), tap // taps_w % taps_h, tap % taps_w
-                                    value = source[p * taps_d + i, r * taps_h + j, q * taps_w + k]
-                                    if value != value and wanted[q] != wanted[q]:
-                                        at[q] = tap
-                        for i in range(taps_d):
-                            for j in range(taps_h):
-                                row, tap = target[p * taps_d + i, r * taps_h + j], np.int32((i * taps_h + j) * taps_w)
-                                for q in range(columns):
-                                    for k in range(taps_w):
-                                        row[q * taps_w + k] = slopes[q] if at[q] == tap + k else np.float32(0.0)
-
-    return max_pool_grad
 
 
 @exact

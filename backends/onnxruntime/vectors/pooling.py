@@ -40,6 +40,40 @@ def places_in_windows(taps: int, stride: int, dilation: int) -> Any:
     return Deferred(_INTRINSICS, "places_in_windows", taps, stride, dilation)
 
 
+def copied_row() -> Any:
+    """A function ``f(x, width, y)`` for compiled code: y = x, ``width`` floats; whether any number is not finite.
+
+    Writes whole vectors, NaN behind the last number.
+    """
+    return Deferred(_INTRINSICS, "copied_row")
+
+
+def copied_bytes() -> Any:
+    """A function ``f(x, count, y)`` for compiled code: y = x, ``count`` bytes."""
+    return Deferred(_INTRINSICS, "copied_bytes")
+
+
+def highest_taps(rows: int, taps: int, stride: int) -> Any:
+    """A function ``f(x, offsets, y, at, count)`` for compiled code: y[q] = the highest of the row[q·stride + tap] of ``rows``
+    rows, and at[q], a byte, = the number of the first such tap, from 1 on in the order of rows and taps.
+
+    ``offsets`` is the address of the rows' places behind x in bytes. NaN in x is no maximum; where all are NaN, y is -∞ and at
+    0. Reads whole vectors of x.
+    """
+    return Deferred(_INTRINSICS, "highest_taps", rows, taps, stride)
+
+
+def sums_at_taps(rows: int, taps: int, stride: int) -> Any:
+    """A function ``f(at, values, offsets, numbers, line, count)`` for compiled code: line[e] = the sum of the values[q] of
+    ``rows`` rows of windows for which e = q·stride + tap and at[q], a byte, = the row's number + tap.
+
+    ``offsets`` is the address of the places of the rows behind at, and behind values in floats; ``numbers`` that of the rows'
+    numbers. Writes the places of ``count`` windows. Reads whole vectors, from that many windows before on as share places
+    with one.
+    """
+    return Deferred(_INTRINSICS, "sums_at_taps", rows, taps, stride)
+
+
 def sum_of_rows() -> Any:
     """A function ``f(x, offsets, weights, count, width, y)`` for compiled code: y = Σ weight · row, of ``count`` rows of
     ``width`` floats.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +72,161 @@ def highest_of_rows(rows: int, exact: bool) -> Any:
         return types.boolean(x, offsets, width, y), emit
 
     return run
+
+
+def _each_part(builder: ll.IRBuilder, count: Any, block: Callable[[Any, Any], None]) -> None:
+    """``block(offset in bytes, mask of a part of a vector or None)`` for each vector of ``count`` floats."""
+    whole = builder.and_(count, I64(-LANES))
+    with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
+        block(builder.shl(at, I64(2)), None)
+    with builder.if_then(builder.icmp_signed("<", whole, count)):
+        block(builder.shl(whole, I64(2)), within(builder, whole, count))
+
+
+def _loaded(builder: ll.IRBuilder, base: Any, offset: Any, mask: Any, otherwise: Any) -> Any:
+    place = builder.inttoptr(builder.add(base, offset), POINTER)
+    if mask is None:
+        return builder.load(place, typ=_KIND, align=4)
+    return masked(builder, "load", _KIND, [place, I32(4), mask, otherwise])
+
+
+def copied_row() -> Any:
+    """See :func:`.pooling.copied_row`."""
+
+    @intrinsic
+    def run(typing_context, x, width, y):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x, width, y = (context.cast(builder, v, t, types.int64) for v, t in zip(arguments, signature.args, strict=True))
+            zero, nan = (ll.Constant(_KIND, [ll.Constant(F32, value)] * LANES) for value in (0.0, float("nan")))
+            seen = cgutils.alloca_once_value(builder, zero)
+
+            def block(offset: Any, mask: Any) -> None:
+                found = _loaded(builder, x, offset, mask, zero)
+                builder.store(call(builder, "fma", _KIND, found, zero, builder.load(seen, typ=_KIND)), seen)  # 0 · ∞ is NaN
+                if mask is not None:
+                    found = builder.select(mask, found, nan)
+                builder.store(found, builder.inttoptr(builder.add(y, offset), POINTER), align=4)
+
+            _each_part(builder, width, block)
+            found, lanes = builder.load(seen, typ=_KIND), ll.IntType(LANES)
+            return builder.icmp_unsigned("!=", builder.bitcast(builder.fcmp_unordered("uno", found, found), lanes), lanes(0))
+
+        return types.boolean(x, width, y), emit
+
+    return run
+
+
+def copied_bytes() -> Any:
+    """See :func:`.pooling.copied_bytes`."""
+
+    @intrinsic
+    def run(typing_context, x, count, y):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            x, count, y = (context.cast(builder, v, t, types.int64) for v, t in zip(arguments, signature.args, strict=True))
+            kind = ll.FunctionType(ll.VoidType(), (POINTER, POINTER, I64, ll.IntType(1)))
+            known = builder.module.globals.get("llvm.memcpy.p0.p0.i64")
+            copy = known or ll.Function(builder.module, kind, "llvm.memcpy.p0.p0.i64")
+            builder.call(copy, (builder.inttoptr(y, POINTER), builder.inttoptr(x, POINTER), count, ll.IntType(1)(0)))
+            return context.get_dummy_value()
+
+        return types.void(x, count, y), emit
+
+    return run
+
+
+_BYTES = ll.VectorType(ll.IntType(8), LANES)
+
+
+def _numbers_at(builder: ll.IRBuilder, address: Any, count: int) -> list[Any]:
+    """The int64 numbers at an address."""
+    return [builder.load(builder.inttoptr(builder.add(address, I64(8 * k)), POINTER), typ=I64) for k in range(count)]
+
+
+def highest_taps(rows: int, taps: int, stride: int) -> Any:
+    """See :func:`.pooling.highest_taps`."""
+
+    @intrinsic
+    def run(typing_context, x, offsets, y, at, count):
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            x, offsets, y, at, count = (context.cast(builder, v, t, types.int64) for v, t in given)
+            starts = [builder.add(x, offset) for offset in _numbers_at(builder, offsets, rows)]
+
+            def block(offset: Any, mask: Any) -> None:
+                q = builder.lshr(offset, I64(2))
+                highest, found = _LOWEST, ll.Constant(_BYTES, [ll.IntType(8)(0)] * LANES)
+                for row in reversed(range(rows)):
+                    values = list(_values_of_taps(builder, starts[row], q, taps, stride, 1))
+                    for tap in reversed(range(taps)):  # so that the first of equal ones is the last to be taken
+                        number = ll.Constant(_BYTES, [ll.IntType(8)(row * taps + tap + 1)] * LANES)
+                        higher = builder.fcmp_ordered(">=", values[tap], highest)
+                        highest = builder.select(higher, values[tap], highest)
+                        found = builder.select(higher, number, found)
+                place, into = (builder.inttoptr(builder.add(*pair), POINTER) for pair in ((y, offset), (at, q)))
+                if mask is None:
+                    builder.store(highest, place, align=4)
+                    builder.store(found, into, align=1)
+                else:
+                    masked(builder, "store", ll.VoidType(), [highest, place, I32(4), mask])
+                    kind = ll.FunctionType(ll.VoidType(), (_BYTES, POINTER, I32, mask.type))
+                    known = builder.module.globals.get("llvm.masked.store.v16i8.p0")
+                    store = known or ll.Function(builder.module, kind, "llvm.masked.store.v16i8.p0")
+                    builder.call(store, (found, into, I32(1), mask))
+
+            _each_part(builder, count, block)
+            return context.get_dummy_value()
+
+        return types.void(x, offsets, y, at, count), emit
+
+    return run
+
+
+def sums_at_taps(rows: int, taps: int, stride: int) -> Any:
+    """See :func:`.pooling.sums_at_taps`."""
+
+    @intrinsic
+    def run(typing_context, at, values, offsets, numbers, line, count):
+        zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            given = zip(arguments, signature.args, strict=True)
+            at, values, offsets, numbers, line, count = (context.cast(builder, v, t, types.int64) for v, t in given)
+            places = _numbers_at(builder, offsets, rows)
+            of_bytes = [builder.add(at, place) for place in places]
+            of_floats = [builder.add(values, builder.shl(place, I64(2))) for place in places]
+            wanted = [
+                [in_all_lanes(builder, builder.trunc(builder.add(number, I64(tap)), ll.IntType(8))) for tap in range(taps)]
+                for number in _numbers_at(builder, numbers, rows)
+            ]
+            with cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (q, _):
+                sums: list[Any] = [zero] * stride
+                for row, shift in itertools.product(range(rows), range((taps - 1) // stride + 1)):
+                    window = builder.sub(q, I64(shift))
+                    found = builder.load(builder.inttoptr(builder.add(of_bytes[row], window), POINTER), typ=_BYTES, align=1)
+                    value = _loaded(builder, of_floats[row], builder.shl(window, I64(2)), None, zero)
+                    for phase in range(min(stride, taps - shift * stride)):
+                        here = builder.icmp_unsigned("==", found, wanted[row][shift * stride + phase])
+                        sums[phase] = builder.fadd(sums[phase], builder.select(here, value, zero))
+                into = builder.add(line, builder.shl(builder.mul(q, I64(stride)), I64(2)))
+                for part in range(stride):
+                    place = builder.inttoptr(builder.add(into, I64(4 * LANES * part)), POINTER)
+                    builder.store(_in_turns(builder, sums, part), place, align=4)
+            return context.get_dummy_value()
+
+        return types.void(at, values, offsets, numbers, line, count), emit
+
+    return run
+
+
+def _in_turns(builder: ll.IRBuilder, vectors: list[Any], part: int) -> Any:
+    """The vector ``part`` of those that hold the first element of each of the vectors, then the second of each, and so on."""
+    made = vectors[0]
+    if len(vectors) > 1:
+        turns = [divmod(part * LANES + lane, len(vectors)) for lane in range(LANES)]
+        for k, source in enumerate(vectors):
+            order = [I32(LANES + element if turn == k else lane) for lane, (element, turn) in enumerate(turns)]
+            made = builder.shuffle_vector(made, source, ll.Constant(ll.VectorType(I32, LANES), order))
+    return made
 
 
 def sum_of_rows() -> Any:

@@ -28,7 +28,7 @@ from graphc.ir.facts import rank, required, shape_of_result
 from graphc.ir.infer import infer_outputs
 from graphc.ir.ops.convolution import CONV, POOL, Window, of_shape
 
-PREFIX = "ChannelsLast"
+PREFIX, MAX_POOL = "ChannelsLast", "MaxPool"
 
 ACTIVATIONS = ("", "relu")
 
@@ -107,7 +107,7 @@ def channels_last_conv_grad_weight(op: Builder, x: ir.Value, dy: ir.Value, shape
     return last(op, op.graphc.ConvGradWeight(first(op, x), first(op, dy), sizes, **_given(attributes)))
 
 
-@declare("ChannelsLastMaxPool", inputs="x", outputs="y", infer=_as("MaxPool"), attributes=POOL)
+@declare("ChannelsLastMaxPool", inputs="x", outputs="y", infer=_as(MAX_POOL), attributes=POOL)
 def channels_last_max_pool(op: Builder, x: ir.Value, **attributes: Any) -> ir.Value:
     """MaxPool without indices."""
     return last(op, op.MaxPool(first(op, x), **_given(attributes)))
@@ -120,7 +120,7 @@ def channels_last_max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Va
 
 
 def _pooled_and_taps(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
-    ((dtype, shape),) = _as("MaxPool")(inputs, attributes)
+    ((dtype, shape),) = _as(MAX_POOL)(inputs, attributes)
     return [(dtype, shape), (ir.DataType.UINT8, shape)]
 
 

@@ -1,6 +1,7 @@
 """Gradients of pooling as single ops: a backend has kernels for them, other runtimes decompose them.
 
     dx = graphc.MaxPoolGrad(dy, x, y; attributes of MaxPool)             ─►  MaxPool's indices, ScatterElements(add)
+    y, tap = graphc.MaxPoolTaps(x),  dx = graphc.MaxPoolTapsGrad(dy, tap, shape(x))  ─►  the same with channels last
     dx = graphc.AveragePoolGrad(dy, shape(x); attributes of AveragePool)  ─►  a small matrix product per axis
     dx = graphc.LpPoolGrad(dy, x, y; attributes of LpPool)               ─►  the same, with powers of x and y
 
@@ -9,15 +10,17 @@ Tensors are N × C × spatial axes (1 to 3 of them); all attributes mean the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
-from graphc.ir.declare import declare, same_as
-from graphc.ir.facts import dtype_of, required, shape_of_result
+from graphc.ir.declare import Spec, declare, same_as
+from graphc.ir.facts import dtype_of, rank, required, shape_of_result
+from graphc.ir.infer import infer_outputs
+from graphc.ir.ops.channels_last import MAX_POOL, first, last, to_last
 from graphc.ir.ops.convolution import POOL, Window, of_shape, same_padding, spatial, spatial_part
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -37,6 +40,33 @@ def max_pool_grad(op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, **attribu
     flat = op.Expand(op.scalar(0, wide), op.Reshape(op.Size(x), [1]))
     dx = op.ScatterElements(flat, op.Reshape(indices, [-1]), op.Reshape(wide, [-1]), axis=0, reduction="add")
     return op.Reshape(op.cast_like(dx, dy), op.shape(x))  # type: ignore[no-any-return]
+
+
+def _pooled_and_taps(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    known = {k: v for k, v in attributes.items() if v is not None}
+    attrs = {attr.name: attr for attr in ir.convenience.convert_attributes(known)}
+    ((type_, shape),) = infer_outputs(MAX_POOL, "", inputs, attrs, num_outputs=1)
+    dtype = type_.dtype if type_ is not None else required(inputs[0]).dtype
+    return [(required(dtype), shape), (ir.DataType.UINT8, shape)]
+
+
+@declare("MaxPoolTaps", inputs="x", outputs="y tap", infer=_pooled_and_taps, attributes=POOL)
+def max_pool_taps(op: Builder, x: ir.Value, **attributes: Any) -> tuple[ir.Value, ir.Value]:
+    """MaxPool, and each maximum's position in its window (the first of ties, the last NaN): from 1, in row-major order.
+
+    Positions go up to 255. x has a static shape, and windows have no dilations.
+    """
+    given = {name: value for name, value in attributes.items() if value is not None}
+    y, tap = op.graphc.ChannelsLastMaxPoolTaps(last(op, x), **given, _outputs=2)
+    return first(op, y), first(op, tap)
+
+
+@declare("MaxPoolTapsGrad", inputs="dy tap shape", outputs="dx", infer=of_shape(0, 2), attributes=POOL)
+def max_pool_taps_grad(op: Builder, dy: ir.Value, tap: ir.Value, shape: ir.Value, **attributes: Any) -> ir.Value:
+    """Σ dy over the windows whose maximum is this element: the gradient of MaxPoolTaps."""
+    given = {name: value for name, value in attributes.items() if value is not None}
+    sizes = op.Gather(shape, np.array(to_last(rank(dy)), dtype=np.int64))
+    return first(op, op.graphc.ChannelsLastMaxPoolTapsGrad(last(op, dy), last(op, tap), sizes, **given))
 
 
 @declare(

@@ -39,6 +39,11 @@ def i(*values: int) -> Array:
     return np.array(values, dtype=np.int64)
 
 
+def taps(*shape: int) -> Array:
+    """Any bytes: a gradient is right whatever they say."""
+    return rng.integers(0, 256, shape).astype(np.uint8)
+
+
 def one(value: float, dtype: Any = np.float32) -> Array:
     return np.array(value, dtype=dtype)
 
@@ -207,6 +212,26 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 2, 3, 4), f(2, 3, 5, 6, 9), f(2, 3, 2, 3, 4), kernel_shape=[2, 2, 2], strides=[2, 2, 2]),
         c(f(2, 3, 2, 3), f(2, 3, 6, 25), f(2, 3, 2, 3), kernel_shape=[3, 9], strides=[3, 9], pads=[1, 2, 1, 2]),
     ],
+    "graphc::MaxPoolTaps": [
+        c(f(2, 3, 9, 7), **WINDOW),
+        c(f(2, 3, 9), kernel_shape=[3], strides=[2]),
+        c(f(2, 3, 5, 6, 39), kernel_shape=[3, 2, 3], strides=[2, 2, 2], ceil_mode=1),
+        c(f(2, 3, 5, 35) * np.float32(np.nan), kernel_shape=[2, 5], strides=[1, 3], pads=[1, 2, 1, 2]),
+    ],
+    "graphc::MaxPoolTapsGrad": [
+        c(f(2, 3, 5, 7), taps(2, 3, 5, 7), i(2, 3, 9, 7), constants=(2,), **WINDOW),
+        c(f(2, 3, 4), taps(2, 3, 4), i(2, 3, 9), constants=(2,), kernel_shape=[3], strides=[2]),
+        c(
+            f(2, 3, 2, 3, 20),
+            taps(2, 3, 2, 3, 20),
+            i(2, 3, 5, 6, 39),
+            constants=(2,),
+            kernel_shape=[3, 2, 3],
+            strides=[2, 2, 2],
+            ceil_mode=1,
+        ),
+        c(f(2, 3, 5, 9), taps(2, 3, 5, 9), i(2, 3, 6, 29), constants=(2,), kernel_shape=[2, 5], strides=[1, 3]),
+    ],
     "GridSample": [
         c(f(2, 3, 4, 5), f(2, 20, 15, 2), padding_mode=padding, mode=mode)
         for padding in ("zeros", "border", "reflection")
@@ -311,7 +336,7 @@ def variants(arrays: Sequence[Array | None], constants: Sequence[int]) -> list[S
         if array is None or array is STEP or k in constants or array.dtype.kind == "b":
             continue
         bad: Sequence[float] = FLOATS
-        if array.dtype.kind == "i":
+        if array.dtype.kind in "iu":
             bad = [v for v in INTEGERS if np.iinfo(array.dtype).min <= v <= np.iinfo(array.dtype).max]
         for value, whole in itertools.product(bad, (True, False)):
             changed = array.copy()

@@ -250,6 +250,43 @@ def test_gradient_of_maxima_with_nan(size: tuple[int, ...], attributes: dict[str
     np.testing.assert_array_equal(got, x.grad.numpy())
 
 
+@pytest.mark.parametrize(
+    ("size", "attributes"),
+    [
+        ((33,), {"kernel_shape": [3], "strides": [2], "pads": [1, 1]}),
+        ((40,), {"kernel_shape": [16], "strides": [4], "pads": [8, 8]}),
+        ((12, 40), {"kernel_shape": [2, 2], "strides": [2, 2]}),
+        ((13, 71), {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+        ((13, 15), {"kernel_shape": [5, 8], "strides": [1, 1], "pads": [2, 4, 2, 4]}),
+        ((9, 37), {"kernel_shape": [2, 1], "strides": [3, 3]}),
+        ((11, 37), {"kernel_shape": [2, 2], "strides": [3, 3]}),
+        ((5, 6, 19), {"kernel_shape": [3, 3, 3], "strides": [1, 1, 1], "pads": [1] * 6}),
+        ((6, 5, 66), {"kernel_shape": [2, 3, 3], "strides": [2, 2, 4], "pads": [1, 1, 0, 1, 1, 0]}),
+    ],
+)
+@pytest.mark.parametrize("special", [None, np.nan, np.inf, -np.inf], ids=str)
+def test_maxima_that_keep_their_taps(
+    size: tuple[int, ...], attributes: dict[str, Any], special: float | None, pool: ThreadPool
+) -> None:
+    x = torch.randint(0, 5, (2, 3, *size)).float().requires_grad_()  # many equal maxima: the first must win
+    if special is not None:
+        x.data.reshape(2, -1)[:, ::47] = special
+        x.data[1, :, :2] = special
+    padding = attributes.get("pads", [0] * 2 * len(size))[: len(size)]
+    pooled = getattr(torch, f"max_pool{len(size)}d")(x, attributes["kernel_shape"], attributes["strides"], padding)
+    dy = torch.randint(-9, 9, pooled.shape).float()  # whose sums are exact in any order
+    pooled.backward(dy)
+    out = pooled.detach().numpy()
+    y, tap = native("graphc::MaxPoolTaps", [x.detach().numpy()], attributes, pool, [out, np.zeros(out.shape, np.uint8)])
+    np.testing.assert_array_equal(y, out)
+    if special != -np.inf:  # the decomposition takes padding for numbers that are as low
+        np.testing.assert_array_equal(tap, reference("graphc::MaxPoolTaps", [x.detach().numpy()], attributes)[1])
+    operands = [dy.numpy(), tap, shape_of(x.detach().numpy())]
+    (got,) = native("graphc::MaxPoolTapsGrad", operands, attributes, pool, [x.detach().numpy()], (2,))
+    np.testing.assert_array_equal(got, x.grad.numpy())
+    np.testing.assert_array_equal(got, reference("graphc::MaxPoolTapsGrad", operands, attributes, (2,))[0])
+
+
 @pytest.mark.parametrize("count", [None, 100, 5, 1], ids=["whole lines", "many", "a few", "one"])
 @pytest.mark.parametrize("largest", [0, 1])
 @pytest.mark.parametrize(
