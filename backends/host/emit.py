@@ -342,9 +342,13 @@ class Emitter:
         largest = rule == "Maximum"
         if a.is_float:
             made = intrinsic(build.module, "llvm.maximum" if largest else "llvm.minimum", a.value.type, 2)
-            return Typed(build.call(made, [a.value, b.value]), a.kind)
+            return Typed(build.call(made, [a.value, b.value], fastmath=("nsz",)), a.kind)
         compare = build.icmp_signed if a.signed else build.icmp_unsigned
         return Typed(build.select(compare(">" if largest else "<", a.value, b.value), a.value, b.value), a.kind)
+
+
+FEW = 16
+"""Vectors of a loop below which it is written out: the masks of part of a vector are then known."""
 
 
 def _into_vectors(again: Any, size: int, sums: bool) -> None:
@@ -352,7 +356,8 @@ def _into_vectors(again: Any, size: int, sums: bool) -> None:
 
     One that sums has a fixed order: left to itself LLVM would choose by all that the loop holds. One that fills no vectors ends
     with part of a vector where the processor has masks, since a number that is left takes as long as a vector: log-softmax of
-    rows of 77 takes half the time, and of rows of 5 as well. With AVX2 it would take up to twice as long.
+    rows of 77 takes half the time, and of rows of 5 as well. With AVX2 it would take up to twice as long. Loops of few vectors
+    are written out: a log-softmax of rows of 100 with its gradient takes 0.25 ms instead of 0.34.
 
     Args:
         again: the branch back to the loop's head.
@@ -364,18 +369,20 @@ def _into_vectors(again: Any, size: int, sums: bool) -> None:
     whole, left = divmod(size, lanes)
     masks = widest == 16 and left > 1 and 2 < size < 32 * lanes
     if masks:
-        count = min(4, max(1, whole // 4))
+        count = {1: 2, 3: 4}.get(whole, 1) if whole < FEW else 4
     else:
         lanes = lanes if whole else 1
         count = next(n for n in (4, 2, 1) if whole >= 16 or max(1, whole) % n == 0)
     settings = []
-    if sums:
+    if sums or masks:
         settings += [("vectorize.width", ll.Constant(I32, lanes)), ("interleave.count", ll.Constant(I32, count))]
     if masks:
         settings.append(("vectorize.predicate.enable", ll.Constant(I1, 1)))
     if not settings:
         return
     module = again.module
+    if 0 < whole < FEW:
+        settings.append(("vectorize.followup_vectorized", module.add_metadata(["llvm.loop.unroll.full"])))
     loop = module.add_metadata([f"loop {len(module.metadata)}"])
     loop.operands = (loop, *(module.add_metadata([f"llvm.loop.{name}", value]) for name, value in settings))
     again.set_metadata("llvm.loop", loop)

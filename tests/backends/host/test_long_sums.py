@@ -111,3 +111,28 @@ def test_a_softmax_of_long_rows_is_computed_by_kernels_alone(rows: int, columns:
     wide = torch.from_numpy(x).double() * 3
     np.testing.assert_allclose(y, wide.log_softmax(1), rtol=1e-6)
     np.testing.assert_allclose(z, wide.softmax(1), rtol=5e-6, atol=1e-12)
+
+
+ROWS = """<ir_version: 10, opset_import: ["": 21]>
+g (float[37, COLUMNS] x, float scale) => (most, least, total, soft) {
+    axes = Constant <value_ints = [1]> ()
+    scaled = Mul(x, scale)
+    most = ReduceMax<keepdims = 0>(scaled, axes)
+    least = ReduceMin<keepdims = 0>(scaled, axes)
+    total = ReduceSum<keepdims = 0>(scaled, axes)
+    soft = LogSoftmax<axis = 1>(scaled)
+}"""
+
+
+@pytest.mark.parametrize("columns", [2, 3, 7, 8, 15, 16, 17, 33, 50, 64, 77, 100, 197, 255, 256, 300])
+def test_rows_of_every_length_and_what_is_not_a_number_in_one(columns: int) -> None:
+    """The loops of short rows are written out, those that fill no vectors end with part of one."""
+    model = ir.from_proto(onnx.parser.parse_model(ROWS.replace("COLUMNS", str(columns))))
+    x = np.random.default_rng(columns).standard_normal((37, columns)).astype(np.float32)
+    x[3, columns - 1], x[5, 0], x[7] = np.nan, np.nan, -np.inf
+    x[9, columns // 2] = np.inf
+    got = run_model(model, {"x": x, "scale": np.float32(2)}, backend="onnxruntime", threads=2)
+    wide = torch.from_numpy(x).double() * 2
+    wanted = {"most": wide.amax(1), "least": wide.amin(1), "total": wide.sum(1), "soft": wide.log_softmax(1)}
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=2e-6, err_msg=name)
