@@ -75,20 +75,26 @@ def in_place_of(value: ir.Value) -> ir.Value:
     return value
 
 
-def group(graph: ir.Graph, opaque: Callable[[ir.Node], bool], busy: Callable[[KernelSpec], bool]) -> Grouping:
+def group(
+    graph: ir.Graph, opaque: Callable[[ir.Node], bool], busy: Callable[[KernelSpec], bool], *, may_skew: bool = True
+) -> Grouping:
     """Group the nodes of ``graph``, whose shapes are static.
 
     Args:
         opaque: selects nodes that a library runs better than a fused kernel; nodes that cannot be fused are opaque anyway.
         busy: whether one pass over the rows of a kernel keeps the device busy, so that the kernel may take several steps in
             order.
+        may_skew: whether to join what walks the same elements in lines of another length, so that one of them finds its
+            operands by divisions.
     """
-    return _Grouper(graph, opaque, busy).run()
+    return _Grouper(graph, opaque, busy, may_skew).run()
 
 
 class _Grouper(Launches):
-    def __init__(self, graph: ir.Graph, opaque: Callable[[ir.Node], bool], busy: Callable[[KernelSpec], bool]) -> None:
-        super().__init__(graph)
+    def __init__(
+        self, graph: ir.Graph, opaque: Callable[[ir.Node], bool], busy: Callable[[KernelSpec], bool], may_skew: bool
+    ) -> None:
+        super().__init__(graph, may_skew)
         self._busy = busy
         nodes = [n for n in graph if not is_constant(n)]
         self.opaque = {n for n in nodes if opaque(n) or not fusible(n, self._reads)}
@@ -231,6 +237,8 @@ class _Grouper(Launches):
         if reads is None or len(reads) + len(both.stores) > OPERANDS:
             return None
         if both.variables > kernel.variables + new.variables + AGAIN:
+            return None
+        if both.skewed > kernel.skewed + new.skewed and not self.may_skew:
             return None
         if axes and not (self._busy(both.spec) or Generator(both.spec, lambda v: v in reads).divides()):
             return None

@@ -38,6 +38,7 @@ class FusedKernel:
     Attributes:
         recomputed: values in memory that the kernel recomputes instead of reading them.
         variables: that it computes, as of the last :meth:`Launches.reads_of`.
+        skewed: offsets for which it divides, as of then.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +48,7 @@ class FusedKernel:
     reads: set[ir.Value] = field(default_factory=set)
     recomputed: set[ir.Value] = field(default_factory=set)
     variables: int = 0
+    skewed: int = 0
 
     @property
     def spec(self) -> KernelSpec:
@@ -66,14 +68,17 @@ Launch = FusedKernel | Opaque
 class Launches:
     """The launches of a graph so far, and the values written to memory.
 
+    Args:
+        may_skew: whether a kernel may read at offsets that it has to divide, rather than that values are in memory.
+
     Attributes:
         aliases: value → the value of another shape whose memory it shares.
         made: value → the launch that writes it.
         straight: values in memory that readers see in lines of another length: they are never recomputed.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: ir.Graph, may_skew: bool) -> None:
+        self.graph, self.may_skew = graph, may_skew
         self.opaque: set[ir.Node] = set()
         self.aliases: dict[ir.Value, ir.Value] = {}
         self.memory: set[ir.Value] = set()
@@ -109,7 +114,7 @@ class Launches:
         found = self._reads.of(kernel.spec, in_memory)
         if found is None:
             return None
-        kernel.variables = found[1]
+        kernel.variables, kernel.skewed = found[1:]
         return set(found[0])
 
     def needed_reads(self, kernel: FusedKernel, at: int) -> set[ir.Value]:
@@ -163,18 +168,21 @@ class Launches:
         again = [values for values, _ in found]
         if not all(again) or sum(nbytes for _, nbytes in found) >= (1 + len(readers)) * nbytes_of(value):
             return
-        before = [(frozenset(kernel.recomputed), kernel.variables) for _, kernel in readers]
+        before = [(frozenset(kernel.recomputed), kernel.variables, kernel.skewed) for _, kernel in readers]
         reads = []
         for (k, kernel), values in zip(readers, again, strict=True):
             kernel.recomputed |= values
             reads.append(self.reads_of(kernel, k))
         fit = (
-            r is not None and len(r) + len(n.stores) <= OPERANDS and n.variables <= variables + AGAIN
-            for r, (_, n), (_, variables) in zip(reads, readers, before, strict=True)
+            r is not None
+            and len(r) + len(n.stores) <= OPERANDS
+            and n.variables <= variables + AGAIN
+            and (self.may_skew or n.skewed <= skewed)
+            for r, (_, n), (_, variables, skewed) in zip(reads, readers, before, strict=True)
         )
         if not all(fit):
-            for (_, kernel), (values, variables) in zip(readers, before, strict=True):
-                kernel.recomputed, kernel.variables = set(values), variables
+            for (_, kernel), (values, *facts) in zip(readers, before, strict=True):
+                kernel.recomputed, (kernel.variables, kernel.skewed) = set(values), facts
             return
         for (_, kernel), found_reads in zip(readers, reads, strict=True):
             kernel.reads = found_reads or set()
@@ -216,10 +224,11 @@ class Launches:
         if not again or nbytes * 4 > nbytes_of(value):
             return
         kernel.recomputed.add(value)
-        variables, reads = kernel.variables, self.reads_of(kernel, at)
-        if reads is None or len(reads) + len(kernel.stores) > OPERANDS or kernel.variables > variables + AGAIN:
+        variables, skewed, reads = kernel.variables, kernel.skewed, self.reads_of(kernel, at)
+        more = kernel.variables > variables + AGAIN or (kernel.skewed > skewed and not self.may_skew)
+        if reads is None or len(reads) + len(kernel.stores) > OPERANDS or more:
             kernel.recomputed.discard(value)
-            kernel.variables = variables
+            kernel.variables, kernel.skewed = variables, skewed
         else:
             kernel.reads = reads
 

@@ -146,6 +146,15 @@ class Linear:
                 for inner, _ in term.of.variables():
                     yield inner, 0
 
+    def is_skewed(self, inner: Variable) -> bool:
+        """Whether a quotient or remainder differs between neighbours of a line, at places that differ from line to line."""
+        for term, _ in self.terms:
+            if not isinstance(term, Variable):
+                variables = {variable for variable, _ in term.of.variables()}
+                if inner in variables and len(variables) > 1:
+                    return True
+        return False
+
     def text(self, names: Mapping[Variable, str]) -> str:
         """The form as a C expression."""
         parts = []

@@ -420,6 +420,12 @@ class Values:
         """How many variables the text defines so far."""
         return self._count
 
+    @property
+    def skewed(self) -> int:
+        """How many offsets and conditions the text divides for, at places that differ from line to line."""
+        inner = [variable for part in self._index for variable, _ in part.variables()]
+        return len({linear for linear, _ in self._linears if linear.is_skewed(inner[-1])}) if inner else 0
+
     def _name(self, letter: str) -> str:
         self._count += 1
         return f"{letter}{self._count}"

@@ -29,22 +29,23 @@ class Reads:
     The nodes of the graph must not change meanwhile.
     """
 
-    _known: dict[Hashable, tuple[tuple[int, ...], int] | None] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[tuple[int, ...], int, int] | None] = field(default_factory=dict)
     _nodes: dict[ir.Node, Hashable] = field(default_factory=dict)
     _values: dict[ir.Value, Hashable] = field(default_factory=dict)
 
-    def of(self, spec: KernelSpec, in_memory: InMemory) -> tuple[tuple[ir.Value, ...], int] | None:
-        """The reads of ``spec``'s kernel, in parameter order, and the number of its variables; None: it cannot be generated."""
+    def of(self, spec: KernelSpec, in_memory: InMemory) -> tuple[tuple[ir.Value, ...], int, int] | None:
+        """The reads of a kernel in parameter order, its ``variables`` and ``skewed``; None: it cannot be generated."""
         walk = _Walk(self, in_memory)
         key = walk.key(spec)
         if key not in self._known:
             try:
                 generator = Generator(spec, in_memory)
-                self._known[key] = tuple(walk.numbers[v] for v in generator.reads()), generator.variables
+                reads = tuple(walk.numbers[v] for v in generator.reads())
+                self._known[key] = reads, generator.variables, generator.skewed
             except NotFusibleError:
                 self._known[key] = None
         found = self._known[key]
-        return None if found is None else (tuple(walk.values[k] for k in found[0]), found[1])
+        return None if found is None else (tuple(walk.values[k] for k in found[0]), *found[1:])
 
     def node(self, node: ir.Node) -> Hashable:
         """A node's operation, without its operands."""

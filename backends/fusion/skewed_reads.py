@@ -67,15 +67,5 @@ class _Walk:
                 self.follow(operand, broadcast(index, shape_of(operand)), reshaped)
 
     def _check(self, linears: Sequence[Linear], reshaped: ir.Value | None) -> None:
-        if reshaped is not None and reshaped not in self.found and any(_is_skewed(part, self._inner) for part in linears):
+        if reshaped is not None and reshaped not in self.found and any(part.is_skewed(self._inner) for part in linears):
             self.found.append(reshaped)
-
-
-def _is_skewed(linear: Linear, inner: Variable) -> bool:
-    """Whether a quotient or remainder differs between neighbours of a line, at places that differ from line to line."""
-    for term, _ in linear.terms:
-        if not isinstance(term, Variable):
-            variables = {variable for variable, _ in term.of.variables()}
-            if inner in variables and len(variables) > 1:
-                return True
-    return False

@@ -108,7 +108,7 @@ class _Segment:
     def _compile(self) -> None:
         if any(node.op_type in CONTROL and not node.domain for node in self.graph):
             raise LanguageError("control flow")
-        grouping = group(self.graph, self._is_left, lambda spec: True)
+        grouping = group(self.graph, self._is_left, lambda spec: True, may_skew=False)
         if not any(isinstance(k, FusedKernel) and math.prod(k.shape) >= self.least for k in grouping.launches):
             raise LanguageError("too little arithmetic")
         self.aliases = grouping.aliases
