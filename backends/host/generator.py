@@ -5,6 +5,7 @@ Where columns lie apart in memory and rows are neighbours (sums over a batch), a
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ import onnx_ir as ir
 from graphc.backends.fusion.expressions import compute_type
 from graphc.backends.fusion.generator import Generator
 from graphc.backends.fusion.indexing import Linear, Map, Variable, flatten
-from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec
+from graphc.backends.fusion.kernel_source import Form, KernelSource, KernelSpec, LoopPart
 from graphc.backends.fusion.lowering import Scope
 from graphc.backends.fusion.op_kernels import op_kernel, reduction_of
 from graphc.ir.facts import dtype_of, size_of
@@ -24,6 +25,9 @@ from graphc.ir.facts import dtype_of, size_of
 VECTOR = 16
 LANES = 8
 """Rows that a pass over fewer than ``VECTOR`` is filled up to in multiples: the missing ones read nothing and store nothing."""
+
+PIECE = 16
+"""Elements from which a loop's part is worth a loop of its own."""
 
 NARROWEST = 3
 """Fewest neighbouring rows for a pass over several: beside fewer, vectors go along the columns, however far apart these lie."""
@@ -101,10 +105,10 @@ class HostGenerator(Generator):
         loops: of the last source.
     """
 
-    def __init__(self, spec: KernelSpec, in_memory: Any) -> None:
+    def __init__(self, spec: KernelSpec, in_memory: Any, form: Form | None = None) -> None:
         self._kept: dict[Place, str] = {}  # what a row keeps for a later loop over its columns → the array
         self._loops_of: dict[Place, list[int]] = {}  # value of a column → the loops that compute it, or read it
-        super().__init__(spec, in_memory, Form())
+        super().__init__(spec, in_memory, form or Form())
         self.loops = Loops()
 
     def kernels(self) -> list[tuple[KernelSource, Loops]]:
@@ -114,6 +118,9 @@ class HostGenerator(Generator):
         alone, so that any number of threads computes the same bits.
         """
         whole = self._kernel()
+        undivided = self._undivided()
+        if undivided:
+            return HostGenerator(self.spec, self._in_memory, Form(loops=undivided)).kernels()
         parts = self._parts()
         if parts == 1:
             return [(whole, self.loops)]
@@ -121,6 +128,29 @@ class HostGenerator(Generator):
         loops = replace(self.loops, parts=parts)
         second = self._whole_rows(totals)
         return [(first, loops), (second, replace(self.loops, columns=[("part", parts)]))]
+
+    def _undivided(self) -> tuple[LoopPart, ...]:
+        """The loops in which no innermost variable is divided; none if there is nothing to gain, or they are in pieces already.
+
+        A reader of 4096 columns as 64 × 64 finds its element by c ÷ 64 and c mod 64, which LLVM makes no vectors of.
+        """
+        divisors: dict[Linear, set[int]] = {}
+        pending = [linear for linear, _ in self._linears] if not self.form.loops else []
+        while pending:
+            for term, _ in pending.pop().terms:
+                if not isinstance(term, Variable):
+                    pending.append(term.of)
+                    divisors.setdefault(term.of, set()).add(term.by)
+        inner = [self.innermost(along)[0] for along in ("rows", "columns")] if divisors else []
+        loops: list[LoopPart] = []
+        for part, variable in self._loops:
+            steps = [1]
+            for by in sorted(divisors.get(Linear.of(variable), ())) if variable in inner else ():
+                if by >= PIECE and by % steps[-1] == 0 and variable.size % by == 0 and by < variable.size:
+                    steps.append(by)
+            sizes = [b // a for a, b in itertools.pairwise([*steps, variable.size])]
+            loops += [LoopPart(part.dimension, size, step) for size, step in zip(reversed(sizes), reversed(steps), strict=True)]
+        return tuple(loops) if len(loops) > len(self._loops) else ()
 
     def _parts(self) -> int:
         """Parts of a row that are units of their own; 1: rows are enough."""
@@ -179,7 +209,7 @@ class HostGenerator(Generator):
         if self.spec.axes and self._columns_lie_apart():
             inner, size = self.innermost("rows")
             if inner is not None and size >= NARROWEST:
-                self.form = Form(vector=VECTOR, variable=inner, strided=True)
+                self.form = replace(self.form, vector=VECTOR, variable=inner, strided=True)
                 self._begin()
                 source = self.source()
         again = [place for place, loops in self._loops_of.items() if len(loops) > 1]
