@@ -168,9 +168,10 @@ def highest_taps(rows: int, taps: int, stride: int) -> Any:
                     builder.store(found, into, align=1)
                 else:
                     masked(builder, "store", ll.VoidType(), [highest, place, I32(4), mask])
+                    symbol = f"llvm.masked.store.v{LANES}i8.p0"
                     kind = ll.FunctionType(ll.VoidType(), (_BYTES, POINTER, I32, mask.type))
-                    known = builder.module.globals.get("llvm.masked.store.v16i8.p0")
-                    store = known or ll.Function(builder.module, kind, "llvm.masked.store.v16i8.p0")
+                    known = builder.module.globals.get(symbol)
+                    store = known or ll.Function(builder.module, kind, symbol)
                     builder.call(store, (found, into, I32(1), mask))
 
             _each_part(builder, count, block)

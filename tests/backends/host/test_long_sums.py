@@ -135,4 +135,5 @@ def test_rows_of_every_length_and_what_is_not_a_number_in_one(columns: int) -> N
     wide = torch.from_numpy(x).double() * 2
     wanted = {"most": wide.amax(1), "least": wide.amin(1), "total": wide.sum(1), "soft": wide.log_softmax(1)}
     for name, value in wanted.items():
-        np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=2e-6, err_msg=name)
+        atol = 1e-7 * 2 * columns if name == "total" else 2e-6  # numbers of both signs: a sum may be far below its parts
+        np.testing.assert_allclose(got[name], value, rtol=2e-6, atol=atol, err_msg=name)
