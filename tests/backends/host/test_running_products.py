@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,8 @@ class Rays(torch.nn.Module):
         return alpha * passed[:, :-1]
 
 
-def test_light_along_rays_trains_as_in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_light_along_rays_trains_as_in_pytorch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))  # where an earlier run has left no kernels
     sizes: list[int] = []
     plain = compiler.Compiler.compile
 
