@@ -44,7 +44,7 @@ try:
     from graphc.backends.onnxruntime.memory import TeamMemory
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool
-    from graphc.backends.onnxruntime.vectors.pooling import LONGEST_STEP, MOST_TAPS
+    from graphc.backends.onnxruntime.vectors.pooling import LONGEST_STEP, MOST_TAPS, WINDOW_TAPS
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError(f"the onnxruntime backend needs 'pip install graphc[cpu]' ({error})") from error
 
@@ -97,8 +97,12 @@ class OnnxRuntimeBackend(Backend):
     name = "onnxruntime"
     unknown_sizes = True
     # an Einsum that is no product before its sizes are known may be one afterwards
-    rewrites = (
-        f"rows,einsum,kept_taps{{taps=64,row={MOST_TAPS},step={LONGEST_STEP}}},permuted_products{{narrowest={NARROWEST}}}"
+    rewrites = ",".join(
+        (
+            "rows,einsum",
+            f"kept_taps{{taps={WINDOW_TAPS},row={MOST_TAPS},step={LONGEST_STEP}}}",
+            f"permuted_products{{narrowest={NARROWEST}}}",
+        )
     )
 
     def __init__(

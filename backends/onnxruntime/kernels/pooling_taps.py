@@ -24,6 +24,7 @@ from graphc.backends.onnxruntime.vectors.functions import LANES
 from graphc.backends.onnxruntime.vectors.pooling import (
     LONGEST_STEP,
     MOST_TAPS,
+    WINDOW_TAPS,
     copied_bytes,
     copied_row,
     highest_taps,
@@ -32,19 +33,16 @@ from graphc.backends.onnxruntime.vectors.pooling import (
 from graphc.device import Array, Run
 from graphc.ir.ops.convolution import Window
 
-MOST = 64
-"""Taps of a window of which each is worth a vector's work."""
 
-
-def _is_native(node: ir.Node, tensor: int) -> bool:
-    if not have_spatial_axes(node, (tensor,), 3):
+def _is_native(node: ir.Node) -> bool:
+    if not have_spatial_axes(node, (0,), 3):
         return False
     attributes = node.attributes
     taps, strides, dilations = (attributes.get(key) for key in ("kernel_shape", "strides", "dilations"))
     sizes = [] if taps is None else [*taps.as_ints()]
     step = 1 if strides is None else strides.as_ints()[-1]
     plain = dilations is None or {*dilations.as_ints()} == {1}
-    return bool(sizes) and plain and math.prod(sizes) <= MOST and sizes[-1] <= MOST_TAPS and step <= LONGEST_STEP
+    return bool(sizes) and plain and math.prod(sizes) <= WINDOW_TAPS and sizes[-1] <= MOST_TAPS and step <= LONGEST_STEP
 
 
 BAND = 1 << 16
@@ -77,7 +75,7 @@ class _Bands:
         self.places[sources < 0] = self.most
 
 
-@kernel("onnxruntime", "graphc::MaxPoolTaps", when=lambda node: _is_native(node, 0))
+@kernel("onnxruntime", "graphc::MaxPoolTaps", when=_is_native)
 def max_pool_taps(k: Binding) -> Run:
     """Tap after tap from the last, where the highest of equal ones that is left is the first. Rows with NaN go one by one."""
     (x,), (y, tap) = given(k.inputs, 1), given(k.outputs, 2)
@@ -132,7 +130,7 @@ def _max_pool_taps(rows: int, taps: int, stride: int) -> Callable[..., None]:
     return max_pool_taps
 
 
-@kernel("onnxruntime", "graphc::MaxPoolTapsGrad", when=lambda node: _is_native(node, 0))
+@kernel("onnxruntime", "graphc::MaxPoolTapsGrad", when=_is_native)
 def max_pool_taps_grad(k: Binding) -> Run:
     """Each element of a row of dx receives what the windows give whose maximum it is, so that each row is written once."""
     (dy, tap), (dx,) = given(k.inputs[:2], 2), given(k.outputs, 1)

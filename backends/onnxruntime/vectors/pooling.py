@@ -9,8 +9,8 @@ from graphc.backends.onnxruntime.vectors.deferred import Deferred
 _INTRINSICS = "graphc.backends.onnxruntime.vectors.pooling_intrinsics"
 """The module that makes them; it imports Numba."""
 
-MOST_TAPS, LONGEST_STEP = 16, 4
-"""Taps of a row, and strides, that are worth instructions of a kernel's own."""
+MOST_TAPS, LONGEST_STEP, WINDOW_TAPS = 16, 4, 64
+"""Taps of a row, strides, and taps of a window that are worth instructions of a kernel's own."""
 
 
 def highest_of_rows(rows: int, *, exact: bool) -> Any:
