@@ -16,6 +16,9 @@ from graphc.backends.onnxruntime.memory import LEAST, TeamMemory
 from graphc.backends.onnxruntime.pool import ThreadPool
 from graphc.device import Array
 
+ROWS = 67
+"""Of an input; bytes of LEAST // ROWS columns are few enough for one thread to copy."""
+
 
 @pytest.fixture(params=[1, 2, 3])
 def memory(request: pytest.FixtureRequest) -> Iterator[TeamMemory]:
@@ -34,15 +37,14 @@ def forms_of(plain: Array) -> list[Array]:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.float16, np.bool_, np.int64, ir.DataType.BFLOAT16.numpy()], ids=str)
-@pytest.mark.parametrize("size", [LEAST // 64 - 1, LEAST // 64, 70_001])
+@pytest.mark.parametrize("size", [LEAST // ROWS, LEAST // ROWS + 1, 70_001])
 def test_an_input_holds_what_was_brought(memory: TeamMemory, dtype: Any, size: int) -> None:
     """Also after the array that was brought has been used for something else, and for arrays of any order."""
-    rows = 67
-    raw = memory.zeros((rows * size + 2) * np.dtype(dtype).itemsize).view(dtype)
-    target = raw[1 : 1 + rows * size].reshape(rows, size)
+    raw = memory.zeros((ROWS * size + 2) * np.dtype(dtype).itemsize).view(dtype)
+    target = raw[1 : 1 + ROWS * size].reshape(ROWS, size)
     bring = memory.bind_feed(target)
     for number in range(2):
-        plain = (np.random.default_rng(number).random((rows, size)) * 200).astype(dtype)
+        plain = (np.random.default_rng(number).random((ROWS, size)) * 200).astype(dtype)
         for form in forms_of(plain):
             target[...] = 0
             given = form.copy(order="K")
