@@ -1,6 +1,7 @@
 """Elementary functions as LLVM IR, so that loops that call them become vectors.
 
-Those of float32 are in :mod:`graphc.backends.host.series`; float64 calls the C library, one element at a time.
+Those of float32 are in :mod:`.series`, the usual ones of float64 in :mod:`.double_series`; others of float64 call the C
+library, one element at a time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, TypeAlias
 
 from llvmlite import ir as ll
 
+from graphc.backends.host import double_series
 from graphc.backends.host.kinds import F32, F64, I16, I32, Typed
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.series import SERIES, Float, intrinsic
@@ -44,13 +46,15 @@ class Mathematics:
             return Typed(build.call(self.series(name, len(a)), [to("float", x) for x in a]), "float")
         if name == "gelu" and a[0].kind == "double":
             x = a[0].value
-            erf = build.call(self._library("erf", F64, 1), [build.fmul(x, ll.Constant(F64, 0.5**0.5))])
+            erf = build.call(self.series("erf"), [build.fmul(x, ll.Constant(F64, 0.5**0.5))])
             half = build.fmul(x, ll.Constant(F64, 0.5))
             return Typed(build.fmul(half, build.fadd(erf, ll.Constant(F64, 1.0))), "double")
         if name in ("gelu", "gelu_slope", "gelu_tanh_slope"):
             if a[0].kind != "float":
                 raise LanguageError(f"{name} of {a[0].kind}")
             return Typed(build.call(self.series(f"{name}f"), [a[0].value]), "float")
+        if kind == "double" and plain in double_series.SERIES:
+            return Typed(build.call(self.series(plain, len(a)), [to(kind, x) for x in a]), kind)
         wide = F32 if kind == "float" else F64
         given = [to(kind, x) for x in a]
         if plain in INTRINSICS:
@@ -68,14 +72,17 @@ class Mathematics:
         return self._made[symbol]
 
     def series(self, name: str, operands: int = 1) -> ll.Function:
-        """A function of float32 that is put into its callers."""
+        """A function of float32 or float64 that is put into its callers."""
         if name not in self._made:
-            function = ll.Function(self._module, ll.FunctionType(F32, [F32] * operands), f"graphc.{name}")
+            short = name in SERIES
+            kind, emit = (F32, SERIES[name]) if short else (F64, double_series.SERIES[name])
+            function = ll.Function(self._module, ll.FunctionType(kind, [kind] * operands), f"graphc.{name}")
             function.linkage = "internal"
             function.attributes.add("alwaysinline")
             self._made[name] = function
             build = ll.IRBuilder(function.append_basic_block())
-            build.ret(SERIES[name](Float(self.series, build), *function.args))
+            formulas = (Float if short else double_series.Double)(self.series, build)
+            build.ret(emit(formulas, *function.args))
         return self._made[name]
 
 

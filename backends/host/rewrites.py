@@ -2,7 +2,8 @@
 
 x[..., 0], one Gather            ─►  a slice, which the kernel that uses it reads
 4000 products of 16 × 8 and 8    ─►  Σₖ A[…, k] · b[k]
-Resize, cubic                    ─►  M₁ · x · M₂ᵀ with matrices of after × before elements
+Resize, cubic or of float64      ─►  M₁ · x · M₂ᵀ with matrices of after × before elements
+AveragePool of float64           ─►  the same
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import onnx_ir as ir
 from graphc.backends.fusion.rules.indexing import axis_by_axis
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import replace_node
-from graphc.ir.facts import constant, required, shape_of
+from graphc.ir.facts import constant, dtype_of, required, shape_of
+from graphc.ir.ops.convolution import Window
+from graphc.ir.ops.pooling import averaging_matrix
 
 SMALL = 512
 """Multiplications of a matrix product below which many of them are sums inside a kernel."""
@@ -27,6 +30,7 @@ def rewrite(graph: ir.Graph) -> None:
     _slice_selections(op, graph)
     _spread_products(op, graph)
     _resize_axis_by_axis(op, graph)
+    _average_axis_by_axis(op, graph)
 
 
 def _nodes(graph: ir.Graph, op_type: str) -> list[ir.Node]:
@@ -78,22 +82,38 @@ def _spread_products(op: Builder, graph: ir.Graph) -> None:
 def _resize_axis_by_axis(op: Builder, graph: ir.Graph) -> None:
     """Write cubic and antialiased resizing as products with a matrix for each axis, and whole factors as repetitions.
 
-    onnxruntime computes these element by element, and volumes with a search for each.
+    onnxruntime computes these element by element, and volumes with a search for each; of float64, it resizes nothing.
     """
     for node in _nodes(graph, "Resize"):
         mode = node.attributes.get_string("mode", "nearest")
-        smooth = mode == "cubic" or node.attributes.get_int("antialias", 0) == 1
+        x, wide = required(node.inputs[0]), node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.DOUBLE
+        smooth = mode == "cubic" or node.attributes.get_int("antialias", 0) == 1 or wide
         crops = node.attributes.get_string("coordinate_transformation_mode", "half_pixel") == "tf_crop_and_resize"
-        x = required(node.inputs[0])
-        if x.dtype == ir.DataType.FLOAT and 0 not in shape_of(x) and not crops and (smooth or mode == "nearest"):
+        fits = wide or (x.dtype == ir.DataType.FLOAT and not crops and (smooth or mode == "nearest"))
+        if fits and 0 not in shape_of(x):
             op.before, op.scope = node, node.name or node.op_type
             result = axis_by_axis(op, node, _product if smooth else _repetition)
             if result is not None:
                 replace_node(op, node, result)
 
 
+def _average_axis_by_axis(op: Builder, graph: ir.Graph) -> None:
+    """Write averages of float64 windows as products with a matrix for each axis: onnxruntime has none."""
+    for node in _nodes(graph, "AveragePool"):
+        x, shape = required(node.inputs[0]), shape_of(required(node.inputs[0]))
+        if x.dtype != ir.DataType.DOUBLE or 0 in shape:
+            continue
+        op.before, op.scope = node, node.name or node.op_type
+        window = Window.of({name: a.value for name, a in node.attributes.items()}, shape[2:])
+        include_pad, value = bool(node.attributes.get_int("count_include_pad", 0)), x
+        for axis, (before, after) in enumerate(zip(shape[2:], shape_of(node.outputs[0])[2:], strict=True)):
+            matrix = averaging_matrix(window, axis, include_pad, before, after)
+            value = _product(op, value, matrix, axis + 2, len(shape))
+        replace_node(op, node, [value])
+
+
 def _product(op: Builder, x: ir.Value, matrix: np.ndarray, axis: int, rank: int) -> Any:
-    weights, shape = matrix.astype(np.float32), list(shape_of(x))
+    weights, shape = matrix.astype(dtype_of(x).numpy()), list(shape_of(x))
     if axis == rank - 1:
         return op.MatMul(x, op.const(np.ascontiguousarray(weights.T)))
     lines = op.Reshape(x, op.const([*shape[: axis + 1], -1]))

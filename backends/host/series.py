@@ -21,17 +21,19 @@ def intrinsic(module: ll.Module, name: str, kind: ll.Type, operands: int = 1) ->
     return module.declare_intrinsic(name, [kind], ll.FunctionType(kind, [kind] * operands))
 
 
-class Float:
-    """Short names for float32 instructions."""
+class Formulas:
+    """Short names for instructions on numbers of one type, :attr:`kind`."""
+
+    kind: ll.Type
 
     def __init__(self, find: Callable[[str], ll.Function], build: ll.IRBuilder) -> None:
         self.find, self.build = find, build
 
     def number(self, value: float) -> Any:
-        return ll.Constant(F32, value)
+        return ll.Constant(self.kind, value)
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        return self.build.call(intrinsic(self.build.module, "llvm.fma", F32, 3), [a, self._of(b), self._of(c)])
+        return self.build.call(intrinsic(self.build.module, "llvm.fma", self.kind, 3), [a, self._of(b), self._of(c)])
 
     def _of(self, value: Any) -> Any:
         return self.number(value) if isinstance(value, float) else value
@@ -58,13 +60,19 @@ class Float:
         return self.build.select(self.build.fcmp_ordered("<", x, self.number(bound)), self.number(bound), x)
 
     def abs(self, x: Any) -> Any:
-        return self.build.call(intrinsic(self.build.module, "llvm.fabs", F32), [x])
+        return self.build.call(intrinsic(self.build.module, "llvm.fabs", self.kind), [x])
 
     def with_sign(self, x: Any, sign: Any) -> Any:
-        return self.build.call(intrinsic(self.build.module, "llvm.copysign", F32, 2), [x, sign])
+        return self.build.call(intrinsic(self.build.module, "llvm.copysign", self.kind, 2), [x, sign])
 
     def call(self, name: str, x: Any) -> Any:
         return self.build.call(self.find(name), [x])
+
+
+class Float(Formulas):
+    """Short names for float32 instructions."""
+
+    kind = F32
 
 
 _ROUNDING = 12582912.0  # 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits
@@ -165,7 +173,7 @@ def _tanh(f: Float, x: Any) -> Any:
     low = f.fma(f.mul(low, s), x, x)
     e = f.call("normal_expf", f.mul(a, 2.0))
     high = build.fsub(f.number(1.0), build.fdiv(f.number(2.0), f.add(e, 1.0)))
-    return build.select(build.fcmp_ordered("<", a, f.number(0.625)), low, f.with_sign(high, x))
+    return f.with_sign(build.select(build.fcmp_ordered("<", a, f.number(0.625)), low, high), x)  # -0 stays
 
 
 def _log1p(f: Float, x: Any) -> Any:

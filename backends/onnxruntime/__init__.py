@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,8 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the installation
     raise MissingExtraError(f"the onnxruntime backend needs 'pip install graphc[cpu]' ({error})") from error
 
+
+_log = logging.getLogger(__name__)
 
 FUSED = frozenset(
     [
@@ -166,7 +169,11 @@ class OnnxRuntimeBackend(Backend):
         return () if found is None else tuple(found.segment.described(found.nodes))
 
     def bind_session(self, model: onnx.ModelProto, inputs: Arrays, outputs: Arrays) -> Run:
-        session = self._session(model)
+        """Bind a part of a segment that no kernel computes."""
+        try:
+            session = self._session(model)
+        except MissingImplementationError as error:
+            return reference(error).bind_segment(model, inputs, outputs)
         binding = session.io_binding()
         before: list[Run] = []
         after: list[Run] = []
@@ -199,7 +206,10 @@ class OnnxRuntimeBackend(Backend):
         return run_between
 
     def bind_whole(self, model: onnx.ModelProto) -> Whole:
-        session = self._session(model)
+        try:
+            session = self._session(model)
+        except MissingImplementationError as error:
+            return reference(error).bind_whole(model)
         names = [value.name for value in session.get_outputs()]
         wanted = {value.name for value in session.get_inputs()}  # unused inputs are not part of the session
         ops = _ops(model)
@@ -274,6 +284,19 @@ class OnnxRuntimeBackend(Backend):
     def close(self) -> None:
         self._ledger.clear()
         self.pool.close()
+
+
+class MissingImplementationError(UnsupportedOpError):
+    """onnxruntime has an op, but not for these element types."""
+
+
+_MISSING = re.compile(r"NOT_IMPLEMENTED : Could not find an implementation for (\w+)")
+
+
+def reference(error: MissingImplementationError) -> Backend:
+    """The backend that runs what onnxruntime has not implemented for an element type, such as Resize of float64: slowly."""
+    _log.info("%s", error)
+    return BACKENDS["numpy"](threads=1, spin=False)
 
 
 _FAILED = re.compile(r"while running (\w+) node\. Name:'([^']*)' Status Message: (.*)", re.DOTALL)
@@ -361,6 +384,11 @@ def make_session(
             enable_fallback=False,
         )
     except Exception as error:
+        missing = _MISSING.search(str(error))
+        if missing is not None:
+            raise MissingImplementationError(
+                f"onnxruntime has no {missing[1]} for the element types of {_ops(model)}"
+            ) from error
         raise UnsupportedOpError(f"onnxruntime cannot run a segment of {_ops(model)}: {error}") from error
 
 

@@ -51,8 +51,9 @@ class Updates:
             start, stop = group.owned
             # An output whose state is left out (RMSprop without momentum, say) is written to memory nobody reads; on a device
             # it is not written at all.
-            size = 4 * (stop - start) if memory.on_host else 0
-            unread = [memory.zeros(size).view("float32") if t is None else t for t in targets]
+            dtype = required(targets[0]).dtype
+            size = dtype.itemsize * (stop - start) if memory.on_host else 0
+            unread = [memory.zeros(size).view(dtype) if t is None else t for t in targets]
             return backend.bind_kernel(node, inputs, unread, dict(following))
         results = [None if t is None else memory.zeros(t.nbytes).view(t.dtype).reshape(t.shape) for t in targets]
         run = bind_op(backend, node.op_type, node.attributes, inputs, results, domain=node.domain)

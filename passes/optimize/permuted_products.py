@@ -25,10 +25,12 @@ from graphc.passes.optimize.identities import permutation
 from graphc.passes.optimize.simplify import dead_code_elimination, replace
 from graphc.pipeline import Context, graph_pass
 
+_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
 
 @graph_pass("permuted_products", changes="form")
 def permuted_products(model: ir.Model, ctx: Context, *, narrowest: int = 1) -> bool:
-    """Take the Transposes around float32 products of many matrices into the products.
+    """Take the Transposes around float32 and float64 products of many matrices into the products.
 
     Args:
         narrowest: smallest side of a product that is taken, of rows, columns and the length of its sums.
@@ -61,7 +63,7 @@ class _Side:
 def _permute(graph: ir.Graph, op: Builder, node: ir.Node, narrowest: int) -> bool:
     a, b = (required(value) for value in node.inputs)
     shapes = [static_dims(value) for value in (a, b, node.outputs[0])]
-    if node.outputs[0].dtype != ir.DataType.FLOAT or any(shape is None or 0 in shape for shape in shapes):
+    if node.outputs[0].dtype not in _TYPES or any(shape is None or 0 in shape for shape in shapes):
         return False
     of_a, of_b, of_y = (tuple(shape or ()) for shape in shapes)
     if len(of_y) < 3 or not of_a[:-2] == of_b[:-2] == of_y[:-2] or min(*of_a[-2:], of_y[-1]) < narrowest:

@@ -32,7 +32,8 @@ def optimizer(model: ir.Model, ctx: Context, *, name: str = "sgd", **options: An
     Args:
         name: sgd, adam, adamw, adagrad, rmsprop, or one that a package registers (:func:`graphc.optim.register`).
         options: of the optimizer, as :mod:`graphc.optim` lists them, with PyTorch's defaults: ``lr``, ``momentum`` …. The
-            learning rate becomes the float32 initializer ``graphc.lr``, which schedules may write.
+            learning rate becomes the initializer ``graphc.lr``, which schedules may write: float32, or float64 where all
+            parameters are.
 
     Raises:
         UsageError: an unknown optimizer, an option it does not have or a value out of range, nothing to train, or
@@ -46,7 +47,8 @@ def optimizer(model: ir.Model, ctx: Context, *, name: str = "sgd", **options: An
     given = chosen.options()
     attributes = {k: int(v) if isinstance(v, bool) else v for k, v in given.items() if k in declaration.attributes}
     op = Builder(graph, scope="update")
-    rate, divisor = scalar(graph, LEARNING_RATE, chosen.lr, np.float32), _divisor(graph)
+    wide = all(parameter.dtype == ir.DataType.DOUBLE for parameter, _ in pairs)
+    rate, divisor = scalar(graph, LEARNING_RATE, chosen.lr, np.float64 if wide else np.float32), _divisor(graph)
     (step,) = op.emit("Increment", [scalar(graph, STEP, 0)], domain=DOMAIN, outputs=[f"{STEP}::next"], name="update/step")
     shared = {"lr": rate, "divisor": divisor, "step": step}
     if divisor is not None and declaration.place_of("divisor") is None:

@@ -1,7 +1,8 @@
 """Convolution and its gradients: on matrix tiles or by Winograd's algorithm where it takes less time, else oneDNN.
 
-Without oneDNN, only the weight gradient has a kernel (Numba). Measured on ResNet-50, batch 4, two threads: oneDNN's three
-primitives take about 0.7 of the time of onnxruntime's Conv and ConvTranspose plus the Numba weight gradient.
+Those of float64 are in :mod:`.wide_convolution`. Without oneDNN, only the weight gradient of float32 has a kernel (Numba).
+Measured on ResNet-50, batch 4, two threads: oneDNN's three primitives take about 0.7 of the time of onnxruntime's Conv and
+ConvTranspose plus the Numba weight gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, kernel
-from graphc.backends.onnxruntime.kernels import depthwise, direct, direct_plans, pointwise, tiled_convolution, winograd
+from graphc.backends.onnxruntime.kernels import (
+    depthwise,
+    direct,
+    direct_plans,
+    pointwise,
+    tiled_convolution,
+    wide_convolution,
+    winograd,
+)
 from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes, optional
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
@@ -24,7 +33,7 @@ from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, produc
 from graphc.backends.onnxruntime.vectors.functions import PANEL
 from graphc.backends.onnxruntime.vectors.tiles import SIDE
 from graphc.device import Array, Run, in_order
-from graphc.ir.facts import static_dims
+from graphc.ir.facts import required, static_dims
 from graphc.ir.ops.convolution import Window
 
 WORTH_ROUNDING = 48
@@ -34,18 +43,28 @@ Measured on a processor with AMX, over the layers of ResNet-18, MobileNetV2 and 
 """
 
 
-def _with_onednn(node: ir.Node) -> bool:
-    return library() is not None and have_spatial_axes(node, (0, 1), 3)
+TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
+
+def _is_wide(node: ir.Node) -> bool:
+    """Whether it is of float64."""
+    return required(node.inputs[0]).dtype == ir.DataType.DOUBLE
+
+
+def _is_native(node: ir.Node) -> bool:
+    return (_is_wide(node) or library() is not None) and have_spatial_axes(node, (0, 1), 3)
 
 
 def _weight_gradient_is_native(node: ir.Node) -> bool:
-    return have_spatial_axes(node, (0, 1), 3 if library() is not None else 2)
+    return have_spatial_axes(node, (0, 1), 3 if _is_wide(node) or library() is not None else 2)
 
 
-@kernel("onnxruntime", "Conv", when=_with_onednn)
+@kernel("onnxruntime", "Conv", dtypes=TYPES, when=_is_native)
 def conv(k: Binding) -> Run:
     """y = Conv(x, w, bias)"""
     (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
+    if x.dtype == np.float64:
+        return wide_convolution.convolve(k.pool, k.attributes, x, w, bias, y)
     alone = _depthwise_window(k, "forward", x, w)
     if alone is not None:
         return direct.convolve(k.pool, x, w, bias, y, alone, int(k.attributes.get("group", 1)))
@@ -63,13 +82,15 @@ def conv(k: Binding) -> Run:
 def _is_plainly_padded(node: ir.Node) -> bool:
     attributes = node.attributes
     own = attributes.get_string("auto_pad", "NOTSET") == "NOTSET" and "output_shape" not in attributes
-    return own and _with_onednn(node) and 0 not in (static_dims(node.outputs[0]) or (0,))
+    return own and _is_native(node) and 0 not in (static_dims(node.outputs[0]) or (0,))
 
 
-@kernel("onnxruntime", "ConvTranspose", when=_is_plainly_padded)
+@kernel("onnxruntime", "ConvTranspose", dtypes=TYPES, when=_is_plainly_padded)
 def conv_transpose(k: Binding) -> Run:
     """y = ConvTranspose(x, w) + bias: the input gradient of the convolution from y to x with the same window"""
     (x, w), (y,), bias = given(k.inputs, 2), given(k.outputs, 1), optional(k.inputs, 2)
+    if x.dtype == np.float64:
+        return wide_convolution.input_gradient(k.pool, k.attributes, x, w, y, bias)
     return _with_bias(k.pool, _input_gradient(k, x, w, y), bias, y)
 
 
@@ -89,10 +110,12 @@ def _add_bias(planes, bias, start, stop):
             plane[i] += value
 
 
-@kernel("onnxruntime", "graphc::ConvGradInput", when=_with_onednn)
+@kernel("onnxruntime", "graphc::ConvGradInput", dtypes=TYPES, when=_is_native)
 def conv_grad_input(k: Binding) -> Run:
     """dx from dy and w."""
     (dy, w), (dx,) = given(k.inputs, 2), given(k.outputs, 1)
+    if dy.dtype == np.float64:
+        return wide_convolution.input_gradient(k.pool, k.attributes, dy, w, dx)
     return _input_gradient(k, dy, w, dx)
 
 
@@ -112,10 +135,12 @@ def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
     return otherwise() if tiled is None else tiled_convolution.convolve("input", k.pool, dx, w, None, dy, tiled, otherwise)
 
 
-@kernel("onnxruntime", "graphc::ConvGradWeight", when=_weight_gradient_is_native)
+@kernel("onnxruntime", "graphc::ConvGradWeight", dtypes=TYPES, when=_weight_gradient_is_native)
 def conv_grad_weight(k: Binding) -> Run:
     """dw from x and dy."""
     (x, dy), (dw,) = given(k.inputs, 2), given(k.outputs, 1)
+    if x.dtype == np.float64:
+        return wide_convolution.weight_gradient(k.pool, k.attributes, x, dy, dw)
     window = Window.of(k.attributes, x.shape[2:], dw.shape[2:])
     if depthwise.is_faster(dw, int(k.attributes.get("group", 1)), window.dilations, library() is not None):
         return depthwise.weight_gradient(k.pool, x, dw, dy, window)

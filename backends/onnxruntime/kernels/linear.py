@@ -1,7 +1,8 @@
 """Matrix products by oneDNN, which takes 3 to 15 % less time over them than onnxruntime (float32, AVX-512, one thread).
 
 GFLOP/s for 512 × 256 × 1024 and its gradients: oneDNN 112, 105, 112; onnxruntime 108, 99, 96. Where operands lie badly for
-oneDNN on AVX2, :mod:`.panels` computes the product, and on processors with AMX :mod:`.tiles` a large one.
+oneDNN on AVX2, :mod:`.panels` computes the product, and on processors with AMX :mod:`.tiles` a large one. Products of float64
+are in :mod:`.wide_products`.
 """
 
 from __future__ import annotations
@@ -16,16 +17,27 @@ from graphc.backends.onnxruntime.kernels.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.onednn import MatmulPrimitive, library
 from graphc.backends.onnxruntime.kernels.panels import product_in_panels
 from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
+from graphc.backends.onnxruntime.kernels.wide_products import product
 from graphc.backends.onnxruntime.vectors.functions import LANES
 from graphc.device import Array, Run, in_order
-from graphc.ir.facts import static_dims
+from graphc.ir.facts import required, static_dims
 
 WORTH = 1 << 14
 """Smallest product, in multiplications, for which a native step costs less than it saves."""
 
 
+TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
 NARROWEST = 32
 """Smallest side of matrices that oneDNN multiplies many at a time; onnxruntime takes half the time over narrower ones."""
+
+
+FEWEST = 4
+"""Smallest side of matrices of float64 that are multiplied here; onnxruntime takes twice as long."""
+
+
+def _narrowest(node: ir.Node) -> int:
+    return NARROWEST if _is_float(node) else FEWEST
 
 
 def _shapes(node: ir.Node) -> list[tuple[int, ...]] | None:
@@ -35,9 +47,18 @@ def _shapes(node: ir.Node) -> list[tuple[int, ...]] | None:
     return known if len(known) == 3 else None
 
 
+def _is_float(node: ir.Node) -> bool:
+    """Whether the operands are of float32, not float64."""
+    return required(node.inputs[0]).dtype == ir.DataType.FLOAT
+
+
+def _is_native(node: ir.Node) -> bool:
+    return library() is not None or not _is_float(node)
+
+
 def _large_gemm(node: ir.Node) -> bool:
     shapes, attributes = _shapes(node), node.attributes
-    if shapes is None or library() is None or attributes.get_float("alpha", 1.0) != 1:
+    if shapes is None or not _is_native(node) or attributes.get_float("alpha", 1.0) != 1:
         return False
     (a, _, (_, columns)), bias = shapes, node.inputs[2] if len(node.inputs) > 2 else None
     if math.prod(a) * columns < WORTH:
@@ -45,28 +66,35 @@ def _large_gemm(node: ir.Node) -> bool:
     return bias is None or (attributes.get_float("beta", 1.0) == 1 and static_dims(bias) in ((columns,), (1, columns)))
 
 
-@kernel("onnxruntime", "Gemm", when=_large_gemm)
+@kernel("onnxruntime", "Gemm", dtypes=TYPES, when=_large_gemm)
 def gemm(k: Binding) -> Run:
     """c = a'·b' + bias"""
     (a, b), (c,) = given(k.inputs, 2), given(k.outputs, 1)
-    bias = optional(k.inputs, 2)
-    return product_of(k.pool, a.T if k.attributes.get("transA") else a, b.T if k.attributes.get("transB") else b, c, bias)
+    a, b, bias = a.T if k.attributes.get("transA") else a, b.T if k.attributes.get("transB") else b, optional(k.inputs, 2)
+    if c.dtype == np.float64:
+        return product(k.pool, a[None], b[None], c[None], bias)
+    return product_of(k.pool, a, b, c, bias)
 
 
 def _large_matmul(node: ir.Node) -> bool:
     shapes = _shapes(node)
-    if shapes is None or library() is None or len(shapes[0]) < 2 or len(shapes[1]) < 2:
+    if shapes is None or not _is_native(node) or len(shapes[0]) < 2 or len(shapes[1]) < 2:
         return False
     a, b, c = shapes
     if a[-1] * math.prod(c) < WORTH:
         return False
-    return len(b) == 2 or (a[:-2] in ((), b[:-2]) and min(*a[-2:], c[-1]) >= NARROWEST)
+    return len(b) == 2 or (a[:-2] in ((), b[:-2]) and min(*a[-2:], c[-1]) >= _narrowest(node))
 
 
-@kernel("onnxruntime", "MatMul", when=_large_matmul)
+@kernel("onnxruntime", "MatMul", dtypes=TYPES, when=_large_matmul)
 def matmul(k: Binding) -> Run:
     """c = a·b for a matrix b and a stack of rows a, for as many matrices each, or for one matrix a and many b"""
     (a, b), (c,) = given(k.inputs, 2), given(k.outputs, 1)
+    if c.dtype == np.float64:
+        if b.ndim == 2:
+            return product(k.pool, a.reshape(1, -1, b.shape[0]), b[None], c.reshape(1, -1, b.shape[1]))
+        a, b, c = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, c))
+        return product(k.pool, np.broadcast_to(a, (len(c), *a.shape[1:])), b, c)
     if b.ndim > 2:
         return _products(k.pool, *(x.reshape(-1, *x.shape[-2:]) for x in (a, b, c)))
     return product_of(k.pool, a.reshape(-1, b.shape[0]), b, c.reshape(-1, b.shape[1]))
@@ -90,21 +118,26 @@ def _products(pool: Pool, a: Array, b: Array, c: Array) -> Run:
 
 def _large_permuted(node: ir.Node) -> bool:
     shapes, attributes = _shapes(node), node.attributes
-    if shapes is None or library() is None:
+    if shapes is None or not _is_native(node):
         return False
     a, b, y = shapes
+    if not _is_float(node) and attributes.get_ints("permY", ())[-1] != len(y) - 1:
+        return False
     rows, depth = (a[axis] for axis in attributes.get_ints("permA", ())[-2:])
     columns = b[attributes.get_ints("permB", ())[-1]]
-    return math.prod(y) * depth >= WORTH and min(rows, depth, columns) >= NARROWEST
+    return math.prod(y) * depth >= WORTH and min(rows, depth, columns) >= _narrowest(node)
 
 
-@kernel("onnxruntime", "graphc::PermutedMatMul", when=_large_permuted)
+@kernel("onnxruntime", "graphc::PermutedMatMul", dtypes=TYPES, when=_large_permuted)
 def permuted_matmul(k: Binding) -> Run:
     """y' = a'·b' for as many matrices each, where ' permutes the axes"""
     (a, b), (y,) = given(k.inputs, 2), given(k.outputs, 1)
     a, b = a.transpose(k.attributes["permA"]), b.transpose(k.attributes["permB"])
     y = y.transpose(np.argsort(k.attributes["permY"]))
     stacks = _stacks(a, b, y)
+    if y.dtype == np.float64:
+        places = np.ndindex(stacks[0].shape[:-3])
+        return in_order([product(k.pool, *(x[place] for x in stacks)) for place in places])
     if stacks[0].ndim == 3 or not is_better_on_tiles(k.pool, stacks[2].shape[-3:], a.shape[-1]):
         return _products(k.pool, *stacks)
     return in_order([_products(k.pool, *(x[place] for x in stacks)) for place in np.ndindex(stacks[0].shape[:-3])])

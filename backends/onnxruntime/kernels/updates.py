@@ -1,8 +1,8 @@
 """Optimizer updates as one in-place sweep over flat buffers.
 
 The declarations in ``graphc/ir/ops/updates.py`` give formulas and sources. Whatever depends only on the step, the learning
-rate and the divisor is computed once a step in float64, by a function of its own, and passed to the loops as a few float32
-coefficients. Loops run from 0 over slices: an index that might be negative would be wrapped around, which prevents
+rate and the divisor is computed once a step in float64, by a function of its own, and passed to the loops as a few coefficients
+of the parameters' type. Loops run from 0 over slices: an index that might be negative would be wrapped around, which prevents
 vectorisation.
 """
 
@@ -22,6 +22,8 @@ from graphc.backends.onnxruntime.kernels.jit import exact, jit
 from graphc.backends.onnxruntime.kernels.transforms import widening
 from graphc.device import Array, Run, in_order
 from graphc.ir.declare import OPS
+
+TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 GRAIN = 16384
 """Smallest range, in elements, that is worth handing to another thread: about ten microseconds of work."""
@@ -46,7 +48,7 @@ def _state(k: Binding, op: str) -> tuple[list[Array], list[Run]]:
     for output, index in sorted(OPS[op].next_value.items()):
         new, old = optional(k.outputs, output), optional(k.inputs, index)
         if new is None or old is None:
-            vectors.append(np.empty(0, dtype=np.float32))
+            vectors.append(np.empty(0, dtype=vectors[0].dtype))
             continue
         vectors.append(new.reshape(-1))
         if new.ctypes.data != old.ctypes.data:
@@ -78,7 +80,7 @@ LIMIT, SKIP = 9, 10
 
 def _update(k: Binding, loop: Any, arrays: list[Array], copies: list[Run], write: Any, *numbers: Array | float) -> Run:
     """Copies, then ``write(numbers, coefficients)``, then the sweep."""
-    coefficients = np.zeros(11, dtype=np.float32)
+    coefficients = np.zeros(11, dtype=arrays[0].dtype)
     coefficients[LIMIT] = k.attributes.get("clip_value") or math.inf
     bind = k.pool.bind
     runs = [*copies, bind(_note_skip, (_skip(k), coefficients), 1), bind(write, (*numbers, coefficients), 1)]
@@ -110,7 +112,7 @@ def _widened(arrays: Sequence[Array]) -> list[tuple[Callable[..., None], Array, 
     return found
 
 
-@kernel("onnxruntime", "graphc::SGD", inplace=_in_place("SGD"))
+@kernel("onnxruntime", "graphc::SGD", dtypes=TYPES, inplace=_in_place("SGD"))
 def sgd(k: Binding) -> Run:
     (param,), copies = _state(k, "SGD")
     numbers = _number(k, 2), _number(k, 3), float(k.attributes["weight_decay"])
@@ -139,7 +141,7 @@ def _sgd(param, grad, c, start, stop):
         param[i] -= lr * (_limited(grad[i] * scale, limit) + decay * param[i])
 
 
-@kernel("onnxruntime", "graphc::Momentum", inplace=_in_place("Momentum"))
+@kernel("onnxruntime", "graphc::Momentum", dtypes=TYPES, inplace=_in_place("Momentum"))
 def momentum_sgd(k: Binding) -> Run:
     (param, buffer), copies = _state(k, "Momentum")
     a = k.attributes
@@ -170,12 +172,12 @@ def _momentum(param, grad, buffer, c, start, stop):
         param[i] -= of_gradient * g + of_buffer * b
 
 
-@kernel("onnxruntime", "graphc::Adam", inplace=_in_place("Adam"))
+@kernel("onnxruntime", "graphc::Adam", dtypes=TYPES, inplace=_in_place("Adam"))
 def adam(k: Binding) -> Run:
     return _bind_adam(k, "Adam", decoupled=False)
 
 
-@kernel("onnxruntime", "graphc::AdamW", inplace=_in_place("AdamW"))
+@kernel("onnxruntime", "graphc::AdamW", dtypes=TYPES, inplace=_in_place("AdamW"))
 def adamw(k: Binding) -> Run:
     return _bind_adam(k, "AdamW", decoupled=True)
 
@@ -214,7 +216,7 @@ def _adam(param, grad, first, second, c, start, stop):
         param[i] = p * shrink - size * (m / (np.sqrt(v) * correction + eps))
 
 
-@kernel("onnxruntime", "graphc::Adagrad", inplace=_in_place("Adagrad"))
+@kernel("onnxruntime", "graphc::Adagrad", dtypes=TYPES, inplace=_in_place("Adagrad"))
 def adagrad(k: Binding) -> Run:
     (param, total), copies = _state(k, "Adagrad")
     own = tuple(float(k.attributes[name]) for name in ("lr_decay", "eps", "weight_decay"))
@@ -241,7 +243,7 @@ def _adagrad(param, grad, total, c, start, stop):
         param[i] -= size * (g / (np.sqrt(s) + eps))
 
 
-@kernel("onnxruntime", "graphc::RMSprop", inplace=_in_place("RMSprop"))
+@kernel("onnxruntime", "graphc::RMSprop", dtypes=TYPES, inplace=_in_place("RMSprop"))
 def rmsprop(k: Binding) -> Run:
     state, copies = _state(k, "RMSprop")
     own = tuple(float(k.attributes[name]) for name in ("alpha", "eps", "momentum", "weight_decay"))
@@ -278,7 +280,7 @@ def _rmsprop(param, grad, square, average, buffer, c, start, stop):
         param[i] -= lr * change
 
 
-@kernel("onnxruntime", "graphc::RunningAverage", inplace=_in_place("RunningAverage"))
+@kernel("onnxruntime", "graphc::RunningAverage", dtypes=TYPES, inplace=_in_place("RunningAverage"))
 def running_average(k: Binding) -> Run:
     (running,), copies = _state(k, "RunningAverage")
     numbers, arrays = (_number(k, 2), float(k.attributes["momentum"])), [running, given(k.inputs, 2)[1].reshape(-1)]

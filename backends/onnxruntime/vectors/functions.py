@@ -26,7 +26,8 @@ WIDE_PANEL = 4 * LANES if LANES == 16 else PANEL
 GFLOP/s for 16 rows of 256 by 1024 in one thread whose peak is 150: 146, and 117 to 126 with panels of two vectors.
 """
 
-I64, I32, BOOL, F32, POINTER = ll.IntType(64), ll.IntType(32), ll.IntType(1), ll.FloatType(), ll.PointerType()
+I64, I32, BOOL, POINTER = ll.IntType(64), ll.IntType(32), ll.IntType(1), ll.PointerType()
+F32, F64 = ll.FloatType(), ll.DoubleType()
 _ROUNDING = 12582912.0  # 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits
 
 
@@ -123,8 +124,10 @@ class Vector:
 
 
 def call(build: ll.IRBuilder, name: str, kind: Any, *operands: Any) -> Any:
-    """Emit a call of LLVM's intrinsic ``name`` on floats or vectors of them."""
-    suffix = f"v{kind.count}f32" if isinstance(kind, ll.VectorType) else "f32"
+    """Emit a call of LLVM's intrinsic ``name`` on numbers or vectors of them."""
+    vector = isinstance(kind, ll.VectorType)
+    number = "f64" if (kind.element if vector else kind) == F64 else "f32"
+    suffix = f"v{kind.count}{number}" if vector else number
     function = ll.FunctionType(kind, [kind] * len(operands))
     symbol = f"llvm.{name}.{suffix}"
     known = build.module.globals.get(symbol)
@@ -140,13 +143,16 @@ def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
     return Deferred(_INTRINSICS, "row_function", rows, body)
 
 
-def tile_function(rows: int, columns: int = PANEL, *, adds: bool = False) -> Any:
+def tile_function(rows: int, columns: int = PANEL, *, adds: bool = False, wide: bool = False) -> Any:
     """A function ``f(a, a_row, a_step, b, b_row, depth, c, c_row)`` for compiled code: ``rows`` rows of c = a·b, or c += a·b,
     for one panel of b and c.
 
     ``a_row``, ``b_row`` and ``c_row`` are the bytes from one row to the next, and ``a_step`` those from one column of a to the
-    next. The ``columns`` of b and c, a multiple of LANES, are contiguous. ``depth`` is 1 or more.
+    next. The ``columns`` of b and c, a multiple of LANES, are contiguous. ``depth`` is 1 or more. ``wide`` functions are of
+    float64, of which a vector holds half as many.
     """
+    if wide:
+        return Deferred(_INTRINSICS, "tile_function", rows, columns // (LANES // 2), adds, wide)
     return Deferred(_INTRINSICS, "tile_function", rows, columns // LANES, adds)
 
 
@@ -183,6 +189,9 @@ What is below e⁻⁸⁷ becomes 0. Reads and writes whole vectors: the rest of 
 
 floats_at = Deferred(_INTRINSICS, "floats_at")
 """``f(address)`` for compiled code: the address, as a pointer to float32 that :data:`array_of` takes."""
+
+doubles_at = Deferred(_INTRINSICS, "doubles_at")
+"""``f(address)`` for compiled code: as :data:`floats_at`, for float64."""
 
 array_of = Deferred(_INTRINSICS, "array_of")
 """``f(pointer, shape)`` for compiled code: what lies there, as an array."""

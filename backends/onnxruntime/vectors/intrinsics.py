@@ -13,7 +13,7 @@ from llvmlite import ir as ll
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, I32, I64, LANES, POINTER, Vector, call
+from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, F64, I32, I64, LANES, POINTER, Vector, call
 
 
 def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
@@ -45,12 +45,13 @@ def _fetch_for_writing(builder: ll.IRBuilder, place: Any) -> None:
     builder.call(known or ll.Function(builder.module, kind, "llvm.prefetch.p0"), (place, I32(1), I32(3), I32(1)))
 
 
-def tile_function(rows: int, vectors: int, adds: bool) -> Any:
+def tile_function(rows: int, vectors: int, adds: bool, wide: bool = False) -> Any:
     """See :func:`.functions.tile_function`."""
+    number, lanes, size = (F64, LANES // 2, 8) if wide else (F32, LANES, 4)
 
     @intrinsic
     def run(typing_context, a, a_row, a_step, b, b_row, depth, c, c_row):
-        kind = ll.VectorType(F32, LANES)
+        kind = ll.VectorType(number, lanes)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             given = zip(arguments, signature.args, strict=True)
@@ -60,7 +61,7 @@ def tile_function(rows: int, vectors: int, adds: bool) -> Any:
                 [builder.inttoptr(builder.add(row, I64(4 * LANES * v)), POINTER) for v in range(vectors)]
                 for row in (builder.add(c, builder.mul(c_row, I64(r))) for r in range(rows))
             ]
-            zero = ll.Constant(kind, [ll.Constant(F32, 0.0)] * LANES)
+            zero = ll.Constant(kind, [ll.Constant(number, 0.0)] * lanes)
             if adds:
                 for place in itertools.chain(*targets):
                     _fetch_for_writing(builder, place)
@@ -72,13 +73,13 @@ def tile_function(rows: int, vectors: int, adds: bool) -> Any:
             sums = [[builder.phi(kind) for _ in range(vectors)] for _ in range(rows)]
             start = builder.add(b, builder.mul(k, b_row))
             taken = [
-                builder.load(builder.inttoptr(builder.add(start, I64(4 * LANES * v)), POINTER), typ=kind, align=4)
+                builder.load(builder.inttoptr(builder.add(start, I64(4 * LANES * v)), POINTER), typ=kind, align=size)
                 for v in range(vectors)
             ]
             column = builder.add(a, builder.mul(k, a_step))
             made = []
             for r in range(rows):
-                value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), POINTER), typ=F32, align=4)
+                value = builder.load(builder.inttoptr(builder.add(column, offsets[r]), POINTER), typ=number, align=size)
                 same = in_all_lanes(builder, value)
                 made.append([call(builder, "fma", kind, same, taken[v], sums[r][v]) for v in range(vectors)])
             following = builder.add(k, I64(1))
@@ -94,8 +95,8 @@ def tile_function(rows: int, vectors: int, adds: bool) -> Any:
                 for v in range(vectors):
                     total = made[r][v]
                     if adds:  # last, when c has come: sums that start with it would wait for memory
-                        total = builder.fadd(total, builder.load(targets[r][v], typ=kind, align=4))
-                    builder.store(total, targets[r][v], align=4)
+                        total = builder.fadd(total, builder.load(targets[r][v], typ=kind, align=size))
+                    builder.store(total, targets[r][v], align=size)
             return context.get_dummy_value()
 
         return types.void(a, a_row, a_step, b, b_row, depth, c, c_row), emit
@@ -218,7 +219,15 @@ def copy_function(vectors: int) -> Any:
 
 def floats_at() -> Any:
     """See :data:`.functions.floats_at`."""
+    return _pointer_to(types.float32)
 
+
+def doubles_at() -> Any:
+    """See :data:`.functions.doubles_at`."""
+    return _pointer_to(types.float64)
+
+
+def _pointer_to(number: Any) -> Any:
     @intrinsic
     def run(typing_context, address):
 
@@ -226,7 +235,7 @@ def floats_at() -> Any:
             word = context.cast(builder, arguments[0], signature.args[0], types.int64)
             return builder.inttoptr(word, context.get_value_type(signature.return_type))
 
-        return types.CPointer(types.float32)(address), emit
+        return types.CPointer(number)(address), emit
 
     return run
 
@@ -348,9 +357,10 @@ def _vector_of(number: float) -> Any:
 
 
 def in_all_lanes(builder: ll.IRBuilder, value: Any) -> Any:
-    kind = ll.VectorType(value.type, LANES)
+    lanes = LANES // 2 if value.type == F64 else LANES
+    kind = ll.VectorType(value.type, lanes)
     lane = builder.insert_element(ll.Constant(kind, ll.Undefined), value, I32(0))
-    return builder.shuffle_vector(lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(I32, LANES), None))
+    return builder.shuffle_vector(lane, ll.Constant(kind, ll.Undefined), ll.Constant(ll.VectorType(I32, lanes), None))
 
 
 def folded(builder: ll.IRBuilder, how: str, vector: Any) -> Any:

@@ -35,6 +35,10 @@ def f(*shape: int) -> Array:
     return rng.standard_normal(shape).astype(np.float32)
 
 
+def d(*shape: int) -> Array:
+    return rng.standard_normal(shape)
+
+
 def i(*values: int) -> Array:
     return np.array(values, dtype=np.int64)
 
@@ -124,8 +128,14 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 24, 26, 33), f(24, 3, 5, 5), None, group=8, kernel_shape=[5, 5], strides=[2, 2], pads=[2, 2, 2, 2]),
         c(f(2, 12, 5, 7), f(9, 4, 1, 1), None, group=3),
         c(f(2, 12, 5, 7), f(9, 4, 1, 1), f(9), group=3),
+        c(d(2, 4, 9, 7), d(6, 2, 3, 2), d(6), group=2, **WINDOW),
+        c(d(1, 3, 300), d(70, 3, 50), None, dilations=[2], pads=[5, 99]),
+        c(d(2, 3, 5, 6, 7), d(6, 1, 3, 2, 3), d(6), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
     ],
-    "ConvTranspose": [c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW)],
+    "ConvTranspose": [
+        c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW),
+        c(d(2, 6, 5, 7), d(6, 2, 3, 2), d(4), group=2, **WINDOW),
+    ],
     "graphc::ConvGradInput": [
         c(f(2, 6, 5, 7), f(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW),
         c(f(2, 3, 18), f(3, 1, 6), i(2, 3, 17), constants=(2,), group=3, dilations=[2], pads=[2, 9]),
@@ -136,6 +146,9 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 7, 9, 8), f(7, 6, 3, 2), i(2, 6, 9, 7), constants=(2,), kernel_shape=[3, 2], pads=[1, 1, 1, 1]),
         c(f(2, 3, 37, 41), f(3, 20, 3, 3), i(2, 20, 37, 41), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
         c(f(2, 9, 5, 7), f(9, 4, 1, 1), i(2, 12, 5, 7), constants=(2,), group=3),
+        c(d(2, 6, 5, 7), d(6, 2, 3, 2), i(2, 4, 9, 7), constants=(2,), group=2, **WINDOW),
+        c(d(1, 70, 306), d(70, 3, 50), i(1, 3, 300), constants=(2,), dilations=[2], pads=[5, 99]),
+        c(d(2, 6, 5, 3, 9), d(6, 1, 3, 2, 3), i(2, 3, 5, 6, 7), constants=(2,), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
     ],
     "graphc::ConvGradWeight": [
         c(f(2, 4, 9, 7), f(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
@@ -146,8 +159,12 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(3, 37, 21, 20), f(3, 70, 21, 20), i(70, 37, 1, 1), constants=(2,), kernel_shape=[1, 1]),
         c(f(2, 20, 37, 41), f(2, 3, 37, 41), i(3, 20, 3, 3), constants=(2,), kernel_shape=[3, 3], pads=[1, 1, 1, 1]),
         c(f(2, 16, 301), f(2, 12, 301), i(12, 16, 31), constants=(2,), kernel_shape=[31], pads=[15, 15]),
+        c(d(2, 4, 9, 7), d(2, 6, 5, 7), i(6, 2, 3, 2), constants=(2,), group=2, **WINDOW),
+        c(d(1, 3, 300), d(1, 70, 306), i(70, 3, 50), constants=(2,), dilations=[2], pads=[5, 99]),
     ],
     "Gemm": [
+        c(d(65, 130), d(130, 129), d(129)),
+        c(d(130, 65), d(129, 130), transA=1, transB=1),
         c(f(65, 130), f(130, 129), f(129)),
         c(f(130, 65), f(129, 130), transA=1, transB=1),
         c(f(9, 1024), f(9, 130), transA=1),
@@ -157,8 +174,10 @@ CASES: Mapping[str, Sequence[Case]] = {
     "MatMul": [
         *(c(f(3, 65, 130), f(130, 129)), c(f(2, 3, 65, 130), f(2, 3, 130, 33)), c(f(2, 499, 601), f(2, 601, 517))),
         c(f(65, 130), f(2, 3, 130, 33)),
+        *(c(d(3, 65, 130), d(130, 129)), c(d(2, 3, 65, 130), d(2, 3, 130, 33)), c(d(65, 130), d(2, 3, 130, 33))),
     ],
     "graphc::PermutedMatMul": [
+        c(d(2, 65, 3, 130), d(2, 3, 37, 130), permA=(0, 2, 1, 3), permB=(0, 1, 3, 2), permY=(0, 2, 1, 3)),
         c(f(2, 65, 3, 130), f(2, 3, 37, 130), permA=(0, 2, 1, 3), permB=(0, 1, 3, 2), permY=(0, 2, 1, 3)),
         c(f(2, 499, 2, 601), f(2, 2, 601, 517), permA=(0, 2, 1, 3), permB=(0, 1, 2, 3), permY=(0, 1, 2, 3)),
     ],
@@ -310,9 +329,9 @@ CASES: Mapping[str, Sequence[Case]] = {
     "graphc::KeepLargest": [c(f(3, 7), count=count) for count in (1, 4, 21, 1000)],
     "graphc::Assign": [c(f(5), f(5))],
     "graphc::Residual": [c(f(5), f(5))],
-    "graphc::SGD": [c(f(5), f(5), *RATE), c(f(5), f(5).astype(np.float16), *RATE)],
-    "graphc::Momentum": [c(f(5), f(5), f(5), STEP, *RATE)],
-    "graphc::Adam": [c(f(5), f(5), f(5), f(5), STEP, *RATE)],
+    "graphc::SGD": [c(f(5), f(5), *RATE), c(d(5), d(5), *RATE), c(f(5), f(5).astype(np.float16), *RATE)],
+    "graphc::Momentum": [c(f(5), f(5), f(5), STEP, *RATE), c(d(5), d(5), d(5), STEP, *RATE)],
+    "graphc::Adam": [c(f(5), f(5), f(5), f(5), STEP, *RATE), c(d(5), d(5), d(5), d(5), STEP, *RATE)],
     "graphc::AdamW": [c(f(5), f(5), f(5), f(5), STEP, *RATE)],
     "graphc::Adagrad": [c(f(5), f(5), f(5), STEP, *RATE)],
     "graphc::RMSprop": [

@@ -100,11 +100,6 @@ def in_torch(factory: Any, dtype: str, feeds: list[dict[str, Array]], reduction:
     return values, w.detach().numpy(), b.detach().numpy()
 
 
-def float32(number: float) -> float:
-    """The learning rate is a float32 initializer."""
-    return float(np.float32(number))
-
-
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {}),
     ("sgd", {"lr": 0.1}),
@@ -132,12 +127,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
 
 
-def torch_factory(name: str, options: Mapping[str, Any]) -> Any:
+def torch_factory(name: str, options: Mapping[str, Any], dtype: str = "double") -> Any:
+    """The learning rate of parameters of float32 is float32."""
     given = dict(options)
     if "beta1" in given:
         given["betas"] = (given.pop("beta1"), given.pop("beta2"))
     factory = getattr(torch.optim, CLASSES[name])
-    given["lr"] = float32(given.get("lr", inspect.signature(factory).parameters["lr"].default))
+    given.setdefault("lr", inspect.signature(factory).parameters["lr"].default)
+    if dtype == "float":
+        given["lr"] = float(np.float32(given["lr"]))
     return lambda parameters: factory(parameters, **given)
 
 
@@ -148,7 +146,7 @@ def test_twenty_steps_follow_pytorch(name: str, options: dict[str, Any], dtype: 
     feeds = batches(dtype)
     stepper = Stepper(trained(dtype, name=name, **options))
     got = [stepper.step(feed) for feed in feeds]
-    want, w, b = in_torch(torch_factory(name, options), dtype, feeds)
+    want, w, b = in_torch(torch_factory(name, options, dtype), dtype, feeds)
     relative = 1e-10 if dtype == "double" else 2e-6
     absolute = 1e-12 if dtype == "double" else 1e-6
     np.testing.assert_allclose(got, want, rtol=relative)
@@ -175,12 +173,14 @@ def test_a_summed_loss_has_no_divisor() -> None:
     np.testing.assert_allclose(stepper.state["w"], w, rtol=1e-10)
 
 
-def test_the_learning_rate_is_state_that_a_schedule_can_write() -> None:
-    model = trained(name="adam", lr=0.25)
+@pytest.mark.parametrize("dtype", ["double", "float"])
+def test_the_learning_rate_is_state_that_a_schedule_can_write(dtype: str) -> None:
+    """Of the parameters' type: a rate of 0.1 in float32 is off by 1e-8, which training in float64 would show."""
+    model = trained(dtype, name="adam", lr=0.1)
     rate = model.graph.initializers[LEARNING_RATE]
     assert rate.const_value is not None
-    assert rate.const_value.numpy() == np.float32(0.25)
-    assert rate.dtype == ir.DataType.FLOAT
+    assert rate.const_value.numpy() == (0.1 if dtype == "double" else np.float32(0.1))
+    assert rate.dtype == (ir.DataType.DOUBLE if dtype == "double" else ir.DataType.FLOAT)
 
 
 def test_state_is_named_after_its_parameter_in_file_order() -> None:
@@ -223,7 +223,7 @@ def test_every_update_declares_what_ranks_must_sum() -> None:
     whole = update.session.run(None, {**feed, **parts.state})
     leaf = torch.tensor([[0.5, -1.0], [0.25, 2.0], [-0.75, 1.5]], dtype=torch.float64, requires_grad=True)
     leaf.grad = torch.tensor(mean_gradient)
-    torch.optim.Adam([leaf], lr=float32(0.1)).step()
+    torch.optim.Adam([leaf], lr=0.1).step()
     np.testing.assert_allclose(whole[1 + update.names.index("w")], leaf.detach().numpy(), rtol=1e-10)
 
 

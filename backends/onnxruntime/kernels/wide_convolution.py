@@ -1,0 +1,261 @@
+"""Convolutions of float64, which onnxruntime and oneDNN lack on a CPU: products of matrices over pieces of unfolded images.
+
+    cols[k, p] = x[c, place of p + tap]  for k = (c, tap), zero in the padding
+    y = W·cols,  dx = fold(Wᵀ·dy),  dw = dy·colsᵀ
+
+A piece has a few hundred rows k and up to CHUNK places p, and stays in the cache. Threads share pieces, and where they would
+write the same numbers, channels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from graphc.backend import Pool
+from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.backends.onnxruntime.kernels.wide_products import GAP, VECTOR, filled, multiply
+from graphc.device import Array, Run, in_order
+from graphc.ir.ops.convolution import Window
+
+CHUNK, DEPTH = 128, 128
+"""Places and rows of a piece."""
+
+
+class _Geometry:
+    """A convolution of float64 arrays as kernels see it: three spatial axes, of which some have one element."""
+
+    def __init__(self, attributes: Mapping[str, Any], x: Array, w: Array, y: Array) -> None:
+        window, lift = Window.of(attributes, x.shape[2:], w.shape[2:]), [1] * (5 - x.ndim)
+        begin, _ = window.padding
+        self.group = int(attributes.get("group") or 1)
+        self.places = math.prod(y.shape[2:])
+        self.numbers = np.array(
+            [
+                *(*lift, *x.shape[2:]),
+                *(*lift, *y.shape[2:]),
+                *(*lift, *window.kernel),
+                *(*lift, *window.strides),
+                *(*lift, *window.dilations),
+                *(*(0 for _ in lift), *begin),
+            ],
+            dtype=np.int64,
+        )
+        self.x = x.reshape(len(x), self.group, x.shape[1] // self.group, -1)
+        self.y = y.reshape(len(y), self.group, y.shape[1] // self.group, -1)
+        self.w = w.reshape(self.group, w.shape[0] // self.group, -1)
+
+
+def _scratch(pool: Pool, parts: int, *sizes: int) -> list[Array]:
+    """For each size, as many float64 numbers for each part."""
+    each = [-(-size // 8) * 8 for size in sizes]
+    memory = scratchpad_of(pool).take(8 * parts * sum(each)).view(np.float64)
+    starts = np.cumsum([0, *(parts * size for size in each)])
+    return [memory[a:b].reshape(parts, -1) for a, b in itertools.pairwise(starts)]
+
+
+def convolve(pool: Pool, attributes: Mapping[str, Any], x: Array, w: Array, bias: Array | None, y: Array) -> Run:
+    """y = Conv(x, w) + bias"""
+    g = _Geometry(attributes, x, w, y)
+    chunks = -(-g.places // CHUNK)
+    total = g.x.shape[0] * g.group * chunks
+    parts = min(pool.threads, total)
+    columns, sums = _scratch(pool, parts, DEPTH * filled(CHUNK), g.y.shape[2] * filled(CHUNK))
+    row = np.zeros((g.group, g.y.shape[2])) if bias is None else bias.reshape(g.group, -1)
+    return pool.bind(_convolve, (g.x, g.w, row, g.y, g.numbers, columns, sums), parts)
+
+
+def input_gradient(pool: Pool, attributes: Mapping[str, Any], dy: Array, w: Array, dx: Array, bias: Array | None = None) -> Run:
+    """dx of y = Conv(x, w), + bias"""
+    g = _Geometry(attributes, dx, w, dy)
+    channels = g.x.shape[2]
+    blocks = min(channels, max(1, -(-pool.threads // (len(g.x) * g.group))))
+    parts = min(pool.threads, len(g.x) * g.group * blocks)
+    columns, slopes = _scratch(pool, parts, DEPTH * filled(CHUNK), g.y.shape[2] * filled(CHUNK))
+    row = np.zeros((g.group, channels)) if bias is None else bias.reshape(g.group, -1)
+    arguments = (g.y, g.w, row, g.x, g.numbers, columns, slopes, np.int64(blocks))
+    return pool.bind(_input_gradient, arguments, parts)
+
+
+def weight_gradient(pool: Pool, attributes: Mapping[str, Any], x: Array, dy: Array, dw: Array) -> Run:
+    """dw of y = Conv(x, w)"""
+    g = _Geometry(attributes, x, dw, dy)
+    parts = min(pool.threads, len(g.x) * -(-g.places // CHUNK))
+    rows = g.w.shape[2]
+    columns, slopes, sums = _scratch(
+        pool, parts, DEPTH * filled(CHUNK), CHUNK * filled(g.y.shape[2]), g.group * rows * filled(g.y.shape[2])
+    )
+    run = pool.bind(_weight_gradient, (g.x, g.y, g.numbers, columns, slopes, sums, np.int64(rows)), parts)
+    arguments = sums, g.w, np.int64(rows)
+    return in_order([run, pool.bind(_add_sums, arguments, g.group * g.w.shape[1], max(1, 4096 // rows))])
+
+
+@jit
+def _unfold(x, numbers, first, last, start, stop, columns):
+    """columns[k - first, p - start] = x under tap k of place p, zero in the padding and behind the last place."""
+    _, size_h, size_w, _, out_h, out_w, _, taps_h, taps_w, step_d, step_h, step_w = numbers[:12]
+    gap_d, gap_h, gap_w, begin_d, begin_h, begin_w = numbers[12:]
+    size_d, taps_d = numbers[0], numbers[6]
+    taps = taps_d * taps_h * taps_w
+    width = (stop - start + VECTOR - 1) // VECTOR * VECTOR + GAP
+    for k in range(first, last):
+        c, t = k // taps, k % taps
+        i, j, shift = t // (taps_h * taps_w), t // taps_w % taps_h, t % taps_w * gap_w - begin_w
+        low = max(0, -(shift // step_w))
+        high = max(low, min(out_w, (size_w - 1 - shift) // step_w + 1))
+        p, base = start, (k - first) * width
+        while p < stop:
+            q = p % out_w
+            until = min(out_w, q + stop - p)
+            d = p // (out_h * out_w) * step_d + i * gap_d - begin_d
+            h = p // out_w % out_h * step_h + j * gap_h - begin_h
+            to = base + p - start - q
+            if d < 0 or d >= size_d or h < 0 or h >= size_h:
+                for v in range(q, until):
+                    columns[to + v] = 0.0
+            else:
+                line = (d * size_h + h) * size_w + shift
+                inside, outside = min(max(low, q), until), max(min(high, until), q)
+                for v in range(q, inside):
+                    columns[to + v] = 0.0
+                if step_w == 1:
+                    for v in range(inside, outside):
+                        columns[to + v] = x[c, line + v]
+                else:
+                    for v in range(inside, outside):
+                        columns[to + v] = x[c, line + v * step_w]
+                for v in range(max(inside, outside), until):
+                    columns[to + v] = 0.0
+            p += until - q
+        for v in range(stop - start, width - GAP):
+            columns[base + v] = 0.0
+
+
+@jit
+def _fold(x, numbers, first, last, start, stop, columns):
+    """Adds columns[k - first, p - start] to x under tap k of place p."""
+    _, size_h, size_w, _, out_h, out_w, _, taps_h, taps_w, step_d, step_h, step_w = numbers[:12]
+    gap_d, gap_h, gap_w, begin_d, begin_h, begin_w = numbers[12:]
+    size_d, taps_d = numbers[0], numbers[6]
+    taps = taps_d * taps_h * taps_w
+    width = (stop - start + VECTOR - 1) // VECTOR * VECTOR + GAP
+    for k in range(first, last):
+        c, t = k // taps, k % taps
+        i, j, shift = t // (taps_h * taps_w), t // taps_w % taps_h, t % taps_w * gap_w - begin_w
+        low = max(0, -(shift // step_w))
+        high = max(low, min(out_w, (size_w - 1 - shift) // step_w + 1))
+        p, base = start, (k - first) * width
+        while p < stop:
+            q = p % out_w
+            until = min(out_w, q + stop - p)
+            d = p // (out_h * out_w) * step_d + i * gap_d - begin_d
+            h = p // out_w % out_h * step_h + j * gap_h - begin_h
+            if 0 <= d < size_d and 0 <= h < size_h:
+                line, source = (d * size_h + h) * size_w + shift, base + p - start - q
+                if step_w == 1:
+                    for v in range(max(low, q), min(high, until)):
+                        x[c, line + v] += columns[source + v]
+                else:
+                    for v in range(max(low, q), min(high, until)):
+                        x[c, line + v * step_w] += columns[source + v]
+            p += until - q
+
+
+@jit
+def _convolve(x, w, bias, y, numbers, columns, sums, start, stop):
+    parts, rows, places = columns.shape[0], w.shape[2], y.shape[3]
+    results, chunks = y.shape[2], (y.shape[3] + CHUNK - 1) // CHUNK
+    total = x.shape[0] * x.shape[1] * chunks
+    for part in range(start, stop):
+        b, c = columns[part].ctypes.data, sums[part].ctypes.data
+        for item in range(total * part // parts, total * (part + 1) // parts):
+            n, g, first = item // chunks // x.shape[1], item // chunks % x.shape[1], item % chunks * CHUNK
+            last = min(places, first + CHUNK)
+            width = (last - first + VECTOR - 1) // VECTOR * VECTOR + GAP
+            for k in range(0, rows, DEPTH):
+                depth = min(DEPTH, rows - k)
+                _unfold(x[n, g], numbers, k, k + depth, first, last, columns[part])
+                a = w[g].ctypes.data + k * 8
+                multiply(a, rows * 8, 8, results, b, width * 8, depth, c, width * 8, width - GAP, k > 0)
+            for m in range(results):
+                more = bias[g, m]
+                for p in range(first, last):
+                    y[n, g, m, p] = sums[part, m * width + p - first] + more
+
+
+@jit
+def _input_gradient(dy, w, bias, dx, numbers, columns, slopes, blocks, start, stop):
+    parts, rows, places = columns.shape[0], w.shape[2], dy.shape[3]
+    results, channels, groups = dy.shape[2], dx.shape[2], dx.shape[1]
+    taps, total = rows // channels, dx.shape[0] * groups * blocks
+    for part in range(start, stop):
+        c, b = columns[part].ctypes.data, slopes[part].ctypes.data
+        for item in range(total * part // parts, total * (part + 1) // parts):
+            n, g, block = item // blocks // groups, item // blocks % groups, item % blocks
+            begin, end = channels * block // blocks, channels * (block + 1) // blocks
+            for channel in range(begin, end):
+                for p in range(dx.shape[3]):
+                    dx[n, g, channel, p] = bias[g, channel]
+            each = max(1, DEPTH // taps)
+            for first in range(0, places, CHUNK):
+                last = min(places, first + CHUNK)
+                width = (last - first + VECTOR - 1) // VECTOR * VECTOR + GAP
+                for m in range(results):
+                    for p in range(first, last):
+                        slopes[part, m * width + p - first] = dy[n, g, m, p]
+                    for p in range(last - first, width - GAP):
+                        slopes[part, m * width + p] = 0.0
+                for channel in range(begin, end, each):
+                    k, until = channel * taps, min(end, channel + each) * taps
+                    for upper in range(k, until, DEPTH):
+                        high = min(until, upper + DEPTH)
+                        a = w[g].ctypes.data + upper * 8
+                        multiply(a, 8, rows * 8, high - upper, b, width * 8, results, c, width * 8, width - GAP, False)
+                        _fold(dx[n, g], numbers, upper, high, first, last, columns[part])
+
+
+@jit
+def _weight_gradient(x, dy, numbers, columns, slopes, sums, rows, start, stop):
+    """Each part sums over its own places, into (rows × results) numbers for each group."""
+    parts, places, results, groups = columns.shape[0], dy.shape[3], dy.shape[2], dy.shape[1]
+    chunks = (places + CHUNK - 1) // CHUNK
+    total, wide = x.shape[0] * chunks, (results + VECTOR - 1) // VECTOR * VECTOR + GAP
+    for part in range(start, stop):
+        a, b = columns[part].ctypes.data, slopes[part].ctypes.data
+        for k in range(groups * rows * wide):
+            sums[part, k] = 0.0
+        for item in range(total * part // parts, total * (part + 1) // parts):
+            n, first = item // chunks, item % chunks * CHUNK
+            last = min(places, first + CHUNK)
+            count = last - first
+            width = (count + VECTOR - 1) // VECTOR * VECTOR + GAP
+            for g in range(groups):
+                for m in range(results):
+                    for p in range(count):
+                        slopes[part, p * wide + m] = dy[n, g, m, first + p]
+                for m in range(results, wide - GAP):
+                    for p in range(count):
+                        slopes[part, p * wide + m] = 0.0
+                for k in range(0, rows, DEPTH):
+                    depth = min(DEPTH, rows - k)
+                    _unfold(x[n, g], numbers, k, k + depth, first, last, columns[part])
+                    c = sums[part].ctypes.data + (g * rows + k) * wide * 8
+                    multiply(a, width * 8, 8, depth, b, wide * 8, count, c, wide * 8, wide - GAP, True)
+
+
+@jit
+def _add_sums(sums, dw, rows, start, stop):
+    results = dw.shape[1]
+    wide = (results + VECTOR - 1) // VECTOR * VECTOR + GAP
+    for item in range(start, stop):
+        g, m = item // results, item % results
+        for k in range(rows):
+            total = 0.0
+            for part in range(sums.shape[0]):
+                total += sums[part, (g * rows + k) * wide + m]
+            dw[g, m, k] = total
