@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Backend, host_backend
+from graphc.backend import Backend, Capabilities, host_backend
 from graphc.device import Array, Memory
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.host_staged import StagedCommunicator
-from graphc.errors import DeviceError, DeviceMemoryError, NonFiniteError
+from graphc.errors import DeviceError, DeviceMemoryError, NonFiniteError, UnsupportedOpError
 from graphc.ir.declare import is_update
-from graphc.ir.facts import constant, inputs_of, is_float, static_dims
+from graphc.ir.facts import constant, inputs_of, is_float, required, static_dims
 from graphc.ir.ops.losses import label_checks
 from graphc.ir.subgraphs import captured
 from graphc.plan.segment_model import segment_model
@@ -37,28 +38,40 @@ def first_nonfinite(
         if array.dtype.kind == "f" and not np.isfinite(memory.fetch(array)).all():
             return name
     shapes = {name: buffer.shape for name, buffer in executor.inputs.items()}
-    graph = prepare(model, shapes).graph
+    native = _Native(backend)
+    try:
+        graph = prepare(model, shapes).graph
+    except UnsupportedOpError:  # an op that only a kernel computes
+        native.allowed = True
+        graph = prepare(model, shapes, native).graph
     nodes = [n for n in graph if not is_update(n) and n.op_type != "Constant"]
     made = {out for n in nodes for out in n.outputs}
     nodes = [n for n in nodes if all(v in made or v.producer() is None or constant(v) is not None for v in _operands(n))]
-    made = {out for n in nodes for out in n.outputs}
-    reads = list(dict.fromkeys(v for n in nodes for v in _operands(n) if v not in made and constant(v) is None))
-    step = PlanStep(
-        "segment",
-        "replay",
-        nodes,
-        reads,
-        [out for n in nodes for out in n.outputs if is_float(out) and static_dims(out) is not None],
-    )
-    sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in reads}
+    sources = {v.name or "": feeds[v.name or ""] if v.is_graph_input() else state.array(v.name or "") for v in _read_by(nodes)}
     try:
-        return _replay(step, sources, backend)
+        return _replay(nodes, sources, backend, native)
     except DeviceMemoryError:  # keeping all values needs more memory than a step
         host = host_backend(threads=1)
         try:
-            return _replay(step, {name: memory.fetch(array) for name, array in sources.items()}, host)
+            return _replay(nodes, {name: memory.fetch(array) for name, array in sources.items()}, host, native)
         finally:
             host.close()
+
+
+class _Native(Capabilities):
+    """What a replay leaves to kernels: nothing, or what the backend does."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.allowed = backend, False
+
+    def prefers_native(self, node: ir.Node) -> bool:
+        return self.allowed and self.backend.prefers_native(node)
+
+
+def _read_by(nodes: Sequence[ir.Node]) -> list[ir.Value]:
+    """What nodes read that none of them makes."""
+    made = {out for n in nodes for out in n.outputs}
+    return list(dict.fromkeys(v for n in nodes for v in _operands(n) if v not in made and constant(v) is None))
 
 
 def _operands(node: ir.Node) -> list[ir.Value]:
@@ -122,19 +135,41 @@ def nonfinite_error(step: int, tensor: str | None, who: str, elsewhere: str, adv
     )
 
 
-def _replay(step: PlanStep, sources: Mapping[str, Array], backend: Backend) -> str | None:
-    """Name of the first output of ``step`` that is not finite; ``sources`` lie in the backend's memory, or in the host's."""
+def _replay(nodes: Sequence[ir.Node], sources: Mapping[str, Array], backend: Backend, native: Capabilities) -> str | None:
+    """Name of the first output of ``nodes`` that is not finite; ``sources`` lie in the backend's memory, or in the host's."""
     memory = backend.memory
-    inputs: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for name, array in sources.items():
-        inputs[name] = np.ascontiguousarray(array).reshape(array.shape) if isinstance(array, np.ndarray) else array
+        arrays[name] = np.ascontiguousarray(array).reshape(array.shape) if isinstance(array, np.ndarray) else array
         if isinstance(array, np.ndarray) and not memory.on_host:
-            inputs[name] = _new(memory, array.shape, array.dtype)
-            memory.copy(inputs[name], array)
-    values = [(v.name or "", v) for v in step.outputs if v.dtype is not None]
-    results = {name: _new(memory, static_dims(v) or (), v.dtype.numpy()) for name, v in values if v.dtype is not None}
-    backend.bind_segment(segment_model(step), inputs, results)()
-    return next((name for name, array in results.items() if not np.isfinite(memory.fetch(array)).all()), None)
+            arrays[name] = _new(memory, array.shape, array.dtype)
+            memory.copy(arrays[name], array)
+
+    def place(value: ir.Value) -> Array:
+        name, known = value.name or "", constant(value)
+        if name not in arrays:
+            arrays[name] = _new(memory, static_dims(value) or (), required(value.dtype).numpy())
+            if known is not None:
+                memory.copy(arrays[name], np.ascontiguousarray(known).reshape(known.shape))
+        return arrays[name]
+
+    for alone, group in itertools.groupby(nodes, native.prefers_native):
+        for piece in ([node] for node in group) if alone else [list(group)]:
+            if alone:
+                (node,) = piece
+                inputs = [None if v is None else place(v) for v in node.inputs]
+                backend.bind_kernel(node, inputs, [place(v) for v in node.outputs], {})()
+            else:
+                reads = _read_by(piece)
+                kept = [v for n in piece for v in n.outputs if v.dtype is not None and static_dims(v) is not None]
+                writes = [v for v in kept if is_float(v) or any(user not in piece for user, _ in v.uses())]
+                step = PlanStep("segment", "replay", piece, reads, writes)
+                results = {v.name or "": place(v) for v in writes}
+                backend.bind_segment(segment_model(step), {v.name or "": place(v) for v in reads}, results)()
+            for value in (v for n in piece for v in n.outputs if is_float(v) and (v.name or "") in arrays):
+                if not np.isfinite(memory.fetch(arrays[value.name or ""])).all():
+                    return value.name
+    return None
 
 
 def _new(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

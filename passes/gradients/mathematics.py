@@ -1,4 +1,4 @@
-"""Gradients of products along an axis, determinants and Fourier transforms."""
+"""Gradients of products along an axis and of Fourier transforms."""
 
 from __future__ import annotations
 
@@ -38,25 +38,6 @@ def cum_prod(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     before = op.Div(flow(node.outputs[0]), op.Where(zero, op.scalar(1, x), x))
     behind = op.Where(first, flow(products), op.scalar(0, x))
     return op.Where(op.Equal(met, 0.0), before, behind)
-
-
-@gradient("Det")
-def det(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-    """y = det x;  ∂xᵢⱼ = dy·(-1)ⁱ⁺ʲ·det(x without row i and column j), the cofactors: right for singular matrices too"""
-    (x,) = operands(node, 1)
-    size = (dims(x) or (None,))[-1]
-    if not isinstance(size, int):
-        raise UnsupportedOpError(f"the size of the matrices must be known: {describe(node)}")
-    dz = op.Unsqueeze(dy, [-2, -1])
-    if size == 1:
-        return op.expand_like(dz, x)
-    lead = rank(x) - 2
-    others = np.array([[k for k in range(size) if k != i] for i in range(size)], dtype=np.int64)
-    rows = op.Gather(x, others, axis=lead)  # …, i, row, column
-    minors = op.Transpose(op.Gather(rows, others, axis=lead + 2), perm=[*range(lead), *(lead + k for k in (0, 2, 1, 3))])
-    i = np.arange(size)
-    signs = op.cast_like(op.const(1 - 2 * ((i[:, None] + i) % 2)), x)
-    return op.Mul(op.Mul(op.Det(minors), signs), dz)
 
 
 @gradient("DFT")

@@ -1,4 +1,4 @@
-"""Linear algebra of PyTorch, written out: values and gradients against PyTorch's."""
+"""Linear algebra of PyTorch: values and gradients against PyTorch's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -14,7 +15,7 @@ pytest.importorskip("onnxscript")
 
 import graphc  # noqa: E402
 from graphc import frontends  # noqa: E402
-from graphc.errors import ModelError  # noqa: E402
+from graphc.errors import UnsupportedOpError  # noqa: E402
 from graphc.training.inference import run_model  # noqa: E402
 
 pytestmark = pytest.mark.full
@@ -175,14 +176,52 @@ def test_an_invertible_convolution_trains_with_any_batch() -> None:
     losses_beside_pytorch(module, torch.randn(5, 6, 4, 4), 0.05, example=2)
 
 
-def test_large_matrices_are_refused_by_name() -> None:
-    class Large(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.eye(60))
+class Large(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Systems of 60 equations: more than standard ops are written for."""
 
-        def forward(self, x: Any) -> Any:
-            return x @ LINALG.inv(self.weight)
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(60) + 0.1 * torch.randn(60, 60))
 
-    with pytest.raises(ModelError, match="inv of matrices with 60 rows"):
-        frontends.export(Large(), (torch.randn(4, 60),), exporter="dynamo")
+    def forward(self, x: Any) -> Any:
+        covariance = self.weight @ self.weight.mT + torch.eye(60)
+        factor = LINALG.cholesky(covariance)
+        white = LINALG.solve_triangular(factor, x.mT, upper=False)
+        whole = (x @ LINALG.inv(self.weight) ** 2).mean() + LINALG.slogdet(self.weight)[1] / 60
+        return whole + torch.logdet(covariance) / 60 + (white**2).mean()
+
+
+def test_large_matrices_train_as_in_pytorch() -> None:
+    torch.manual_seed(5)
+    losses_beside_pytorch(Large(), torch.randn(4, 60), 0.01, example=4)
+
+
+def test_a_backend_without_kernels_refuses_large_matrices_by_name() -> None:
+    model = frontends.export(Large(), (torch.randn(4, 60),), exporter="dynamo")
+    program = graphc.compile(model, loss=graphc.losses.Output(), optimizer=graphc.optim.SGD(), backend="numpy")
+    with pytest.raises(UnsupportedOpError, match="of matrices with 60 rows has no form in standard ops, which end at 48 rows"):
+        graphc.Trainer(program).step({"x": np.zeros((4, 60), np.float32)})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
+def test_a_determinant_has_the_gradient_of_its_definition(rank: int, dtype: Any) -> None:
+    """Of matrices of every rank: the cofactors, which need no inverse."""
+    rng = np.random.default_rng(rank)
+    left, right = rng.integers(-3, 4, (3, 4, rank)).astype(dtype), rng.integers(-3, 4, (3, rank, 4)).astype(dtype)
+    x = left @ right if rank else np.zeros((3, 4, 4), dtype)
+    text = f"""<ir_version: 11, opset_import: ["": 26]>
+        g ({"float" if dtype == np.float32 else "double"}[3, 4, 4] x) => (y) {{ d = Det(x)  y = ReduceSum<keepdims = 0>(d) }}"""
+    model = graphc.grad(onnx.parser.parse_model(text), of="y", wrt=["x"])
+    *_, slope = run_model(model, {"x": x}, backend="onnxruntime").values()
+    others = [[k for k in range(4) if k != i] for i in range(4)]
+    wanted = [
+        [
+            [(-1) ** (i + j) * LINALG.det(torch.tensor(m[np.ix_(others[i], others[j])]).double()) for j in range(4)]
+            for i in range(4)
+        ]
+        for m in x
+    ]
+    np.testing.assert_allclose(
+        slope, wanted, rtol=1e-5 if dtype == np.float32 else 1e-12, atol=1e-4 if dtype == np.float32 else 1e-11
+    )

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphc.ir import DOMAIN
+
 INT64, BOOL, FLOAT64 = 7, 9, 11
 
 
@@ -27,6 +29,22 @@ def opset() -> Any:
     from onnxscript import opset20
 
     return opset20  # its annotations allow no lists, which the exporter turns into constants
+
+
+def own(kind: str, inputs: str, outputs: str, *whole: str) -> Any:
+    """The builder of an op of graphc's own, of operands and results of one float type.
+
+    Args:
+        whole: its attributes, whole numbers.
+    """
+    from onnx.defs import OpSchema
+    from onnxscript.values import Op, Opset
+
+    kinds = [("T", [f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")], "")]
+    operands, results = ([OpSchema.FormalParameter(name, "T") for name in names.split()] for names in (inputs, outputs))
+    attributes = [OpSchema.Attribute(name, OpSchema.AttrType.INT, "", required=False) for name in whole]
+    schema = OpSchema(kind, DOMAIN, 1, doc="", inputs=operands, outputs=results, type_constraints=kinds, attributes=attributes)
+    return Op(Opset(DOMAIN, 1), kind, schema)
 
 
 def like(number: float, x: Any) -> Any:

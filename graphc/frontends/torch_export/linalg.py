@@ -1,9 +1,10 @@
 """ONNX forms of PyTorch's linear algebra, which its exporter lacks (seen in 2.13): systems of equations, inverses, factors,
 exponentials.
 
-ONNX has no such operators, so elimination is written out for matrices of a known size; their number is free. Gradients follow
-from the forms, and are PyTorch's. A singular matrix, or one that is not positive, gives an infinity or NaN, where PyTorch
-raises an error.
+ONNX has no such operators. Systems, triangular factors and determinants are ops of graphc's own
+(:mod:`graphc.ir.ops.linear_algebra`); reflections and exponentials are written out for matrices of a known size, whose number
+is free, and their gradients, which follow from the forms, are PyTorch's. A singular matrix, or one that is not positive, gives
+an infinity or NaN, where PyTorch raises an error.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.frontends.torch_export.forms import fixed_length, like, opset, typed
+from graphc.frontends.torch_export.forms import fixed_length, like, opset, own, typed
 
 MOST = 48
 """Rows of a matrix that is written out, at most: some forty nodes for each, which take five seconds to export, compile and
@@ -50,43 +51,9 @@ def _array(values: Any, of: np.dtype[Any] | type) -> Any:
     return opset().Constant(value=ir.tensor(np.asarray(values, dtype=of)))
 
 
-def _rows(a: Any, operator: str) -> int:
-    count = fixed_length(a, -1, operator)
-    if count > MOST:
-        raise NotImplementedError(f"{operator} of matrices with {count} rows has no translation; {MOST} are the most")
-    return count
-
-
 def _part(x: Any, first: int, last: int, axis: int) -> Any:
     """Elements of an axis from the first to the one before the last."""
     return opset().Slice(x, _array([first], np.int64), _array([last], np.int64), _array([axis], np.int64))
-
-
-def _solved(a: Any, b: Any, count: int, *, pivots: bool) -> Any:
-    """a⁻¹·b by Gauss and Jordan: column after column of a becomes that of the identity, and is left out.
-
-    Args:
-        count: rows.
-        pivots: exchange rows, so that each pivot is the largest number of its column.
-    """
-    op = opset()
-    rest, zero, lowest = op.Concat(a, b, axis=-1), like(0.0, a), like(-1.0, a)
-    order, columns = _array(range(count), np.int64), _array([-1], np.int64)
-    for j in range(count):
-        here = np.arange(count) == j
-        is_row = _array(here[:, None], np.bool_)
-        row = own = _part(rest, j, j + 1, -2)
-        if pivots and j < count - 1:
-            sizes = op.Abs(op.Squeeze(_part(rest, 0, 1, -1), columns))
-            best = op.ArgMax(op.Where(_array(np.arange(count) >= j, np.bool_), sizes, lowest), axis=-1, keepdims=1)
-            chosen = op.Unsqueeze(op.Equal(order, best), columns)
-            row = op.ReduceSum(op.Where(chosen, rest, zero), _array([-2], np.int64), keepdims=1)
-            rest = op.Where(chosen, own, rest)  # the pivot's row is written below
-        scaled = op.Div(row, _part(row, 0, 1, -1))
-        factors = _part(rest, 0, 1, -1)
-        rest, scaled = (_part(m, 1, np.iinfo(np.int64).max, -1) for m in (rest, scaled))
-        rest = op.Where(is_row, scaled, op.Sub(rest, op.Mul(factors, scaled)))
-    return rest
 
 
 def _batched(a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any]) -> tuple[Any, Any]:
@@ -104,55 +71,48 @@ def _turned(x: Any, rank: int) -> Any:
 
 
 def _inverse(a):  # type: ignore[no-untyped-def]
-    op, count = opset(), _rows(a, "inv")
+    op, count = opset(), fixed_length(a, -1, "inv")
     eye = op.Expand(op.CastLike(_array(np.eye(count), np.float32), a), op.Shape(a))
-    return _solved(a, eye, count, pivots=True)
+    return _solve_op()(a, eye)
 
 
 def _solve(a, b, left=True):  # type: ignore[no-untyped-def]
-    op, count, last = opset(), _rows(a, "solve"), _array([-1], np.int64)
+    op, last = opset(), _array([-1], np.int64)
     of_a, of_b = [*a.shape], [*b.shape]
     vector = len(of_b) == 1 or [*map(str, of_b)] == [*map(str, of_a[:-1])]
     if vector:
         b, of_b = op.Unsqueeze(b, last), [*of_b, 1]
-    x = _system(a, b, of_a, of_b, count, left=left or vector, pivots=True)
+    x = _system(_solve_op(), a, b, of_a, of_b, left=left or vector)
     return op.Squeeze(x, last) if vector else x
 
 
-def _system(a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any], count: int, *, left: bool, pivots: bool) -> Any:
-    """x of a·x = b, or of x·a = b."""
-    if not left:
-        a, b = _turned(a, len(of_a)), _turned(b, len(of_b))
-    x = _solved(*_batched(a, b, of_a[:-2], of_b[:-2]), count, pivots=pivots)
+def _solve_op() -> Any:
+    return own("Solve", "a b", "x", "transposed")
+
+
+def _system(kind: Any, a: Any, b: Any, of_a: Sequence[Any], of_b: Sequence[Any], *, left: bool, **attributes: int) -> Any:
+    """x of a·x = b, or of x·a = b, which is aᵀ·xᵀ = bᵀ; ``kind`` is the op that solves it."""
+    b = b if left else _turned(b, len(of_b))
+    x = kind(*_batched(a, b, of_a[:-2], of_b[:-2]), transposed=int(not left), **attributes)
     return x if left else _turned(x, max(len(of_a), len(of_b)))
 
 
 def _solve_triangular(a, b, upper, left=True, unitriangular=False):  # type: ignore[no-untyped-def]
-    op, count, of_a, of_b = opset(), _rows(a, "solve_triangular"), [*a.shape], [*b.shape]
-    a = op.Trilu(a, upper=int(upper))
+    of_a, of_b = [*a.shape], [*b.shape]
     if unitriangular:
-        a = op.Where(_array(np.eye(count), np.bool_), like(1.0, a), a)
-    return _system(a, b, of_a, of_b, count, left=left, pivots=False)
+        eye = np.eye(fixed_length(a, -1, "solve_triangular"))
+        a = opset().Where(_array(eye, np.bool_), like(1.0, a), a)
+    kind = own("TriangularSolve", "a b", "x", "transposed", "upper")
+    return _system(kind, a, b, of_a, of_b, left=left, upper=int(upper))
 
 
 def _cholesky(a, upper=False):  # type: ignore[no-untyped-def]
-    """a = L·Lᵀ; of both triangles, so that the gradient is symmetric as PyTorch's is."""
-    op, count, rank = opset(), _rows(a, "cholesky"), len(a.shape)
-    rest = op.Mul(op.Add(a, _turned(a, rank)), like(0.5, a))
-    columns, end = [], np.iinfo(np.int64).max
-    for j in range(count):
-        column = op.Div(_part(rest, 0, 1, -1), op.Sqrt(_part(_part(rest, 0, 1, -1), 0, 1, -2)))
-        columns.append(op.Pad(column, _array([j, 0], np.int64), like(0.0, a), _array([-2], np.int64)))
-        below = _part(column, 1, end, -2)
-        rest = _part(_part(rest, 1, end, -1), 1, end, -2)
-        rest = op.Sub(rest, op.MatMul(below, _turned(below, rank)))
-    factor = op.Concat(*columns, axis=-1)
-    return _turned(factor, rank) if upper else factor
+    factor = own("Cholesky", "a", "l")(a)
+    return _turned(factor, len(a.shape)) if upper else factor
 
 
 def _log_determinant(a):  # type: ignore[no-untyped-def]
-    op, determinant = opset(), opset().Det(a)
-    return op.Sign(determinant), op.Log(op.Abs(determinant))
+    return own("LogDeterminant", "a", "sign size")(a)
 
 
 def _qr(a, mode="reduced"):  # type: ignore[no-untyped-def]

@@ -181,6 +181,14 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 65, 3, 130), f(2, 3, 37, 130), permA=(0, 2, 1, 3), permB=(0, 1, 3, 2), permY=(0, 2, 1, 3)),
         c(f(2, 499, 2, 601), f(2, 2, 601, 517), permA=(0, 2, 1, 3), permB=(0, 1, 2, 3), permY=(0, 1, 2, 3)),
     ],
+    "graphc::Solve": [c(x(2, n, n), x(2, n, 3), transposed=t) for x in (f, d) for n in (7, 131) for t in (0, 1)],
+    "graphc::TriangularSolve": [
+        c(x(2, n, n), x(2, n, 3), transposed=t, upper=u) for x in (f, d) for n in (7, 131) for t in (0, 1) for u in (0, 1)
+    ],
+    "graphc::Cholesky": [c(f(2, 7, 7)), c(d(7, 7)), c(f(131, 131))],
+    "graphc::LogDeterminant": [c(f(2, 7, 7)), c(d(7, 7)), c(f(131, 131))],
+    "Det": [c(f(2, 7, 7)), c(d(7, 7)), c(f(131, 131)), c(np.full((3, 3), np.nan, np.float32))],
+    "graphc::Cofactors": [c(f(2, 7, 7)), c(d(7, 7)), c(f(1, 1)), c(np.zeros((3, 3))), c(np.full((3, 3), np.nan, np.float32))],
     "graphc::GroupedMatMul": [
         c(f(300, 270), f(*w), rng.integers(-1, 6, 300), transB=transposed)
         for w, transposed in (((5, 270, 37), 0), ((5, 550, 270), 1))

@@ -17,6 +17,7 @@ Array = np.ndarray[Any, Any]
 Case = tuple[str, list[Operand], dict[str, Any]]
 
 ZEROS = np.array([[1.0, 0, 2, 0.5], [2, 3, 0, 0], [1, 2, 3, 4]])
+SQUARE = np.random.default_rng(3).standard_normal((2, 4, 4)) + 2 * np.eye(4)
 SINGULAR = np.array([[1.0, 2, 3], [2, 4, 6], [1, 0, 1]])
 QKV: list[Operand] = [(2, 3, 4, 5), (2, 3, 6, 5), (2, 3, 6, 7)]
 PAST: list[Operand] = [(2, 3, 2, 5), (2, 3, 2, 7)]
@@ -38,6 +39,14 @@ CASES = [
     *(c("Det", (2, n, n), symbolic=1) for n in (1, 2, 4)),
     c("Det", (3, 3), symbolic=0),
     c("Det", Variable(SINGULAR), symbolic=0),
+    *(c("Solve", Variable(SQUARE), (2, 4, 3), transposed=t, domain="graphc", symbolic=1) for t in (0, 1)),
+    *(
+        c("TriangularSolve", Variable(SQUARE), (2, 4, 3), transposed=t, upper=u, domain="graphc", symbolic=1)
+        for t, u in itertools.product((0, 1), (0, 1))
+    ),
+    c("Cholesky", Variable(SQUARE @ SQUARE.transpose(0, 2, 1)), domain="graphc", symbolic=1),
+    c("LogDeterminant", Variable(SQUARE), domain="graphc", symbolic=1, outputs=2),
+    *(c("Cofactors", (2, n, n), domain="graphc", symbolic=1) for n in (1, 3)),
     c("DFT", (2, 5, 1)),
     c("DFT", (2, 5, 2)),
     c("DFT", (2, 5, 1), i64(8), symbolic=1),
