@@ -34,14 +34,14 @@ def solve(op: Builder, a: ir.Value, b: ir.Value, *, transposed: int) -> ir.Value
 
     a: … × N × N, b: … × N × M, with the same axes in front.
     """
-    return _eliminated(op, _turned(op, a) if transposed else a, b, pivots=True)
+    return _eliminated(op, _turned(op, a) if transposed else a, b, pivots=True)  # type: ignore[no-any-return]
 
 
 @declare("TriangularSolve", inputs="a b", outputs="x", attributes={"transposed": 0, "upper": 0}, infer=same_as(1))
 def triangular_solve(op: Builder, a: ir.Value, b: ir.Value, *, transposed: int, upper: int) -> ir.Value:
     """x = a⁻¹·b, or a⁻ᵀ·b with ``transposed``, of the lower or ``upper`` triangle of a; operands as of ``Solve``."""
     a = op.Trilu(a, upper=upper)
-    return _eliminated(op, _turned(op, a) if transposed else a, b, pivots=False)
+    return _eliminated(op, _turned(op, a) if transposed else a, b, pivots=False)  # type: ignore[no-any-return]
 
 
 @declare("Cholesky", inputs="a", outputs="l", infer=same_as(0))
