@@ -20,24 +20,10 @@ _END = np.iinfo(np.int64).max
 
 @gradient("CumProd")
 def cum_prod(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
-    """y = running product of x;  ∂xᵢ = Σ_{j≥i} dyⱼ·yⱼ/xᵢ before the first zero of a row, 0 behind it
-
-    At the first zero itself the products are those of x with a one in its place.
-    """
+    """y = running product of x;  ∂x by products without each element"""
     x, axis = operands(node, 2)
-    exclusive, reverse = node.attributes.get_int("exclusive", 0), node.attributes.get_int("reverse", 0)
-    zero = op.Equal(x, 0.0)
-    met = op.CumSum(op.cast_like(zero, x), axis, reverse=reverse)
-    first = op.And(zero, op.Equal(met, 1.0))
-    filled = op.Where(first, op.scalar(1, x), x)
-    products = op.CumProd(filled, axis, exclusive=exclusive, reverse=reverse)
-
-    def flow(y: Any) -> Any:
-        return op.CumSum(op.Mul(dy, y), axis, exclusive=exclusive, reverse=1 - reverse)
-
-    before = op.Div(flow(node.outputs[0]), op.Where(zero, op.scalar(1, x), x))
-    behind = op.Where(first, flow(products), op.scalar(0, x))
-    return op.Where(op.Equal(met, 0.0), before, behind)
+    flags = {name: node.attributes.get_int(name, 0) for name in ("exclusive", "reverse")}
+    return op.graphc.RunningProductGrad(dy, x, node.outputs[0], axis, **flags)
 
 
 @gradient("DFT")

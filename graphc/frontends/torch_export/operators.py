@@ -16,7 +16,7 @@ from typing import Any, Optional, Union
 
 import onnx_ir as ir
 
-from graphc.frontends.torch_export.forms import BOOL, INT64, axis_of, fixed_length, like, opset, typed
+from graphc.frontends.torch_export.forms import BOOL, INT64, axis_of, fixed_length, like, opset, own, typed
 from graphc.frontends.torch_export.special import log_add_exp
 
 
@@ -218,17 +218,12 @@ def _shifted(x: Any, by: int, axis: int, fill: Any) -> Any:
 
 
 def _cumprod(x: Any, dim: int, dtype: int | None = None) -> Any:
-    """A product of all elements up to each: of 2, then of 4, and so on."""
+    """A product of all elements up to each, which ONNX has in later opsets alone."""
     op = opset()
     x = x if dtype is None or dtype < 0 else op.Cast(x, to=dtype)
     if len(x.shape) == 0:
         return op.Identity(x)
-    axis, by = axis_of(x, dim), 1
-    length, y = fixed_length(x, axis, "cumprod"), x
-    while by < length:
-        y = op.Mul(y, _shifted(y, by, axis, like(1.0, x)))
-        by *= 2
-    return op.Identity(y)
+    return own("RunningProduct", "x", "y", "axis")(x, axis=axis_of(x, dim))
 
 
 def _log_cumsum_exp(x: Any, dim: int) -> Any:

@@ -15,6 +15,17 @@ from tests.frontends.torch_steps import follow
 pytestmark = pytest.mark.full
 
 
+class Sums(torch.nn.Module):
+    """Logarithms of running sums, which are written as sums of two, of four and so on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Any) -> Any:
+        return torch.logcumsumexp(x * self.scale, -1) * torch.relu(x)
+
+
 class Rays(torch.nn.Module):
     """How much light reaches each sample of a ray."""
 
@@ -28,7 +39,10 @@ class Rays(torch.nn.Module):
         return alpha * passed[:, :-1]
 
 
-def test_light_along_rays_trains_as_in_pytorch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Sums, Rays])
+def test_a_running_chain_trains_as_in_pytorch(
+    kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path))  # where an earlier run has left no kernels
     sizes: list[int] = []
     plain = compiler.Compiler.compile
@@ -39,7 +53,7 @@ def test_light_along_rays_trains_as_in_pytorch(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(compiler.Compiler, "compile", noting)
     torch.manual_seed(0)
-    module, x = Rays(), torch.randn(2048, 64)
+    module, x = kind(), torch.randn(2048, 64)
     goal = torch.rand(2048, 64)
     program = graphc.compile(module, example_inputs=(x,), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
     trained = follow(program, module, x, goal, rate=0.1, steps=3)

@@ -276,6 +276,15 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(2, 3, 20, 5), i(2, 3, 9, 7), None, None, i(2, 3, 20, 5), constants=(1, 4), mode="linear"),
         c(f(2, 3, 4, 21), i(2, 3, 3, 35), None, None, i(2, 3, 4, 21), constants=(1, 4), mode="nearest"),
     ],
+    "CumProd": [
+        c(x(*shape), i(axis), constants=(1,), exclusive=e, reverse=r)
+        for x, shape, axis in ((f, (3, 7), 1), (d, (7, 3), 0), (f, (2, 5, 130), -2))
+        for e, r in itertools.product((0, 1), (0, 1))
+    ],
+    "graphc::RunningProductGrad": [
+        c(x(*shape), np.round(x(*shape)), x(*shape), i(axis), constants=(3,))
+        for x, shape, axis in ((f, (3, 7), 1), (d, (7, 3), 0), (f, (2, 5, 130), -2))
+    ],
     "CumSum": [
         c(f(*shape), i(axis), constants=(1,), exclusive=e, reverse=r)
         for shape, axis in (((3, 7), 1), ((7, 3), 0), ((2, 5, 130), -2))

@@ -73,6 +73,7 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_have_the_digits_of_pytorch(name: str, optimizer: str) -> None:

@@ -1,0 +1,48 @@
+"""Running products and their gradient.
+
+y = graphc.RunningProduct(x; axis)                ─►  CumProd, for models in opsets that do not have it yet
+dx = graphc.RunningProductGrad(dy, x, y, axis)    of y = CumProd(x, axis)  ─►  sums of dy·y, and products without a zero
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from graphc.ir.builder import Builder
+from graphc.ir.declare import REQUIRED, declare, same_as
+
+
+@declare("RunningProduct", inputs="x", outputs="y", attributes={"axis": REQUIRED}, infer=same_as(0))
+def running_product(op: Builder, x: ir.Value, *, axis: int) -> ir.Value:
+    """yᵢ = Π_{k≤i} xₖ along an axis."""
+    return op.CumProd(x, op.const(axis))  # type: ignore[no-any-return]
+
+
+@declare(
+    "RunningProductGrad",
+    inputs="dy x y axis",
+    outputs="dx",
+    attributes={"exclusive": 0, "reverse": 0},
+    infer=same_as(1),
+)
+def running_product_grad(
+    op: Builder, dy: ir.Value, x: ir.Value, y: ir.Value, axis: ir.Value, *, exclusive: int, reverse: int
+) -> ir.Value:
+    """dxᵢ = Σ_{j≥i} dyⱼ·yⱼ/xᵢ before the first zero of a row, 0 behind it; y = CumProd(x, axis) with the same attributes.
+
+    At the first zero itself the products are those of x with a one in its place.
+    """
+    zero = op.Equal(x, 0.0)
+    met = op.CumSum(op.cast_like(zero, x), axis, reverse=reverse)
+    first = op.And(zero, op.Equal(met, 1.0))
+    filled = op.Where(first, op.scalar(1, x), x)
+    products = op.CumProd(filled, axis, exclusive=exclusive, reverse=reverse)
+
+    def flow(values: Any) -> Any:
+        return op.CumSum(op.Mul(dy, values), axis, exclusive=exclusive, reverse=1 - reverse)
+
+    before = op.Div(flow(y), op.Where(zero, op.scalar(1, x), x))
+    behind = op.Where(first, flow(products), op.scalar(0, x))
+    return op.Where(op.Equal(met, 0.0), before, behind)  # type: ignore[no-any-return]
