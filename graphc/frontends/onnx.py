@@ -30,7 +30,10 @@ from graphc.frontends.tensors import check_inline, inner_tensors
 from graphc.frontends.texts import check_texts
 from graphc.frontends.wellformed import check_wellformed
 from graphc.frontends.writing import APART, atomic_write, came_with_data, save
+from graphc.ir import DOMAIN
+from graphc.ir.decomposition import decompose_graph
 from graphc.ir.exporter_records import recorded_kinds
+from graphc.ir.infer import propagate
 from graphc.ir.model_bytes import set_limit
 from graphc.ir.quantized import Quantized
 from graphc.ir.subgraphs import body_constants, body_initializers
@@ -295,7 +298,22 @@ def write_back(
     for nodes in (graph.all_nodes(), *(f.all_nodes() for f in model.functions.values())):
         for node in list(nodes):
             to_inference(node)
+    _write_out_own_ops(model)
     return model
+
+
+def _write_out_own_ops(model: ir.Model) -> None:
+    """Replace ops of graphc's own for which the file has no function, so that other runtimes can run it."""
+    graph = model.graph
+    defined = {name for domain, name, _ in model.functions if domain == DOMAIN}
+
+    def stays(node: ir.Node) -> bool:
+        return node.domain != DOMAIN or node.op_type in defined
+
+    if all(map(stays, graph)):
+        return
+    propagate(graph, version=graph.opset_imports[""])
+    decompose_graph(graph, stays)
 
 
 def _constant(graph: ir.Graph, produced: Mapping[str, ir.Value], name: str) -> np.ndarray[Any, Any]:

@@ -26,6 +26,14 @@ def cum_prod(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     return op.graphc.RunningProductGrad(dy, x, node.outputs[0], axis, **flags)
 
 
+@gradient("graphc::RunningProduct")
+def running_product(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
+    """As of CumProd."""
+    (x,) = operands(node, 1)
+    axis = op.const(node.attributes.get_int("axis", 0))
+    return op.graphc.RunningProductGrad(dy, x, node.outputs[0], axis)
+
+
 @gradient("DFT")
 def dft(op: Builder, node: ir.Node, dy: ir.Value) -> Any:
     """y = F·x, cut or padded to L points;  ∂x = Fᴴ·dy, which is L·F⁻¹ forward, and F/L for the inverse transform

@@ -40,17 +40,21 @@ TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def _lines(k: Binding, *arrays: Array) -> tuple[list[Array], int]:
-    """Arrays as lines along the axis, which is an operand, before × length × behind; and how many parts share the work."""
-    axis = int(np.asarray(constant(k.node.inputs[-1])).reshape(-1)[0]) % arrays[0].ndim
+    """Arrays as lines along the axis, an attribute or the last operand: before × length × behind; how many parts share them."""
+    place = k.attributes.get("axis")
+    axis = int(np.asarray(constant(k.node.inputs[-1]) if place is None else place).reshape(-1)[0]) % arrays[0].ndim
     views = [array.reshape(-1, array.shape[axis], math.prod(array.shape[axis + 1 :])) for array in arrays]
     before, _, behind = views[0].shape
     return views, max(1, min(k.pool.threads, before * -(-behind // _COLUMNS), arrays[0].size // 8192))
 
 
+@kernel(
+    "onnxruntime", "graphc::RunningProduct", dtypes=TYPES, when=lambda node: 0 not in (static_dims(node.outputs[0]) or (0,))
+)
 @kernel("onnxruntime", "CumProd", dtypes=TYPES, when=_axis_is_known)
 def running_product(k: Binding) -> Run:
     """Products of the elements up to each one along an axis; the product so far is float64, as in PyTorch."""
-    (x, _), (y,) = given(k.inputs, 2), given(k.outputs, 1)
+    (x,), (y,) = given(k.inputs, 1), given(k.outputs, 1)
     views, parts = _lines(k, x, y)
     room: Array = np.zeros((parts, _COLUMNS), dtype=np.float64)
     exclusive, reverse = (np.bool_(bool(k.attributes.get(name, 0))) for name in ("exclusive", "reverse"))

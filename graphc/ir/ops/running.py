@@ -12,12 +12,20 @@ import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, declare, same_as
+from graphc.ir.facts import constant, dims, rank
 
 
 @declare("RunningProduct", inputs="x", outputs="y", attributes={"axis": REQUIRED}, infer=same_as(0))
 def running_product(op: Builder, x: ir.Value, *, axis: int) -> ir.Value:
-    """yᵢ = Π_{k≤i} xₖ along an axis."""
-    return op.CumProd(x, op.const(axis))  # type: ignore[no-any-return]
+    """yᵢ = Π_{k≤i} xₖ along an axis; CumProd where its length is not known."""
+    length, by, y = (dims(x) or {axis: None})[axis], 1, x
+    if not isinstance(length, int):
+        return op.CumProd(x, op.const(axis))  # type: ignore[no-any-return]
+    while by < length:
+        ones = op.ones_like(op.Slice(y, [0], [by], [axis]))
+        y = op.Mul(y, op.Concat(ones, op.Slice(y, [0], [-by], [axis]), axis=axis))
+        by *= 2
+    return op.Identity(y)  # type: ignore[no-any-return]
 
 
 @declare(
@@ -38,7 +46,11 @@ def running_product_grad(
     met = op.CumSum(op.cast_like(zero, x), axis, reverse=reverse)
     first = op.And(zero, op.Equal(met, 1.0))
     filled = op.Where(first, op.scalar(1, x), x)
-    products = op.CumProd(filled, axis, exclusive=exclusive, reverse=reverse)
+    place = constant(axis)
+    if place is None or exclusive or reverse:
+        products = op.CumProd(filled, axis, exclusive=exclusive, reverse=reverse)
+    else:
+        products = op.graphc.RunningProduct(filled, axis=int(place.reshape(-1)[0]) % rank(x))
 
     def flow(values: Any) -> Any:
         return op.CumSum(op.Mul(dy, values), axis, exclusive=exclusive, reverse=1 - reverse)

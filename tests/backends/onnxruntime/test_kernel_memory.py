@@ -281,6 +281,7 @@ CASES: Mapping[str, Sequence[Case]] = {
         for x, shape, axis in ((f, (3, 7), 1), (d, (7, 3), 0), (f, (2, 5, 130), -2))
         for e, r in itertools.product((0, 1), (0, 1))
     ],
+    "graphc::RunningProduct": [c(f(3, 7), axis=1), c(d(7, 3), axis=0), c(f(2, 5, 130), axis=1)],
     "graphc::RunningProductGrad": [
         c(x(*shape), np.round(x(*shape)), x(*shape), i(axis), constants=(3,))
         for x, shape, axis in ((f, (3, 7), 1), (d, (7, 3), 0), (f, (2, 5, 130), -2))

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from graphc.backend import Binding, native_kernel  # noqa: E402
 from graphc.backends.onnxruntime.kernels.blocked_factors import LEAST  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
-from tests.backends.onnxruntime.node_cases import single_node  # noqa: E402
+from tests.backends.onnxruntime.node_cases import reference, single_node  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 LINALG = torch.linalg
@@ -71,6 +71,30 @@ def test_results_are_those_of_pytorch(pool: ThreadPool, rows: int, count: int, c
         for found, exact in zip(computed(pool, op, operands, results, **attributes), results, strict=True):
             close = (2e-3 if dtype == np.float32 else 1e-11) * exact.abs().max().item()
             np.testing.assert_allclose(found, exact.numpy(), rtol=0, atol=close, err_msg=f"{op} {attributes}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [5, 60])
+def test_forms_in_standard_ops_compute_the_same(rows: int) -> None:
+    """Written out row by row, and in a Scan where there are many."""
+    rng = np.random.default_rng(rows)
+    a = rng.standard_normal((2, rows, rows)) / rows**0.5 + np.eye(rows) / 4
+    b, positive = rng.standard_normal((2, rows, 3)), a @ a.swapaxes(1, 2) + np.eye(rows)
+    m, right, symmetric = (torch.tensor(x) for x in (a, b, positive))
+    cases = [
+        ("graphc::Solve", [a, b], {"transposed": 0}, LINALG.solve(m, right)),
+        ("graphc::Solve", [a, b], {"transposed": 1}, LINALG.solve(m.mT, right)),
+        ("graphc::Cholesky", [positive], {}, LINALG.cholesky(symmetric)),
+        ("graphc::TriangularSolve", [positive, b], {"upper": 0}, LINALG.solve_triangular(symmetric.tril(), right, upper=False)),
+        ("graphc::TriangularSolve", [positive, b], {"upper": 1, "transposed": 1}, _of_transposed_triangle(symmetric, right)),
+    ]
+    for op, operands, attributes, wanted in cases:
+        (found,) = reference(op, operands, attributes)
+        np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=1e-10 * wanted.abs().max().item(), err_msg=op)
+
+
+def _of_transposed_triangle(a: Any, b: Any) -> Any:
+    return LINALG.solve_triangular(a.triu().mT, b, upper=False)
 
 
 @pytest.mark.parametrize("rows", [4, LEAST])

@@ -36,6 +36,7 @@ CASES = [
         c("CumProd", x, i64(1), exclusive=e, reverse=r)
         for x, e, r in itertools.product(((3, 4), Variable(ZEROS)), (0, 1), (0, 1))
     ),
+    *(c("RunningProduct", x, axis=1, domain="graphc") for x in ((3, 4), Variable(ZEROS))),
     *(c("Det", (2, n, n), symbolic=1) for n in (1, 2, 4)),
     c("Det", (3, 3), symbolic=0),
     c("Det", Variable(SINGULAR), symbolic=0),
