@@ -95,16 +95,25 @@ def ahead_name(identity: str) -> str:
 
 def identity_of(function: NumbaFunction, kinds: Sequence[str]) -> str | None:
     """The function with its sources, what is around it and the types of its arguments; None: no text says what is around it."""
-    inner = function.py_func
-    around = [cell.cell_contents for cell in inner.__closure__ or ()]
-    if not all(isinstance(value, (int, float, str)) or (isinstance(value, Deferred) and value.is_plain) for value in around):
+    text = _text_of(function)
+    place = Path(function.py_func.__code__.co_filename)
+    if text is None or not place.is_file():
         return None
-    place = Path(inner.__code__.co_filename)
-    if not place.is_file():
+    return f"{text} {_sources(_HERE if place.is_relative_to(_HERE) else _package(place))} {' '.join(kinds)}"
+
+
+def _text_of(value: object) -> str | None:
+    """What tells a function, or a value around it, from others of the same sources; None: nothing does."""
+    if isinstance(value, (int, float, str)) or (isinstance(value, Deferred) and value.is_plain):
+        return repr(value)
+    if not isinstance(value, NumbaFunction):
         return None
-    options = sorted((key, sorted(value) if isinstance(value, set) else value) for key, value in function.targetoptions.items())
-    sources = _sources(_HERE if place.is_relative_to(_HERE) else _package(place))
-    return f"{inner.__module__}.{inner.__qualname__} {around} {options} {sources} {' '.join(kinds)}"
+    inner = value.py_func
+    around = [_text_of(cell.cell_contents) for cell in inner.__closure__ or ()]
+    if None in around:
+        return None
+    options = sorted((key, sorted(found) if isinstance(found, set) else found) for key, found in value.targetoptions.items())
+    return f"{inner.__module__}.{inner.__qualname__} {around} {options}"
 
 
 @functools.cache

@@ -8,6 +8,7 @@ are in :mod:`.wide_products`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -29,15 +30,18 @@ WORTH = 1 << 14
 TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 NARROWEST = 32
-"""Smallest side of matrices that oneDNN multiplies many at a time; onnxruntime takes half the time over narrower ones."""
+"""Smallest side of matrices that oneDNN multiplies many at a time; narrower ones are multiplied in :mod:`.wide_products`."""
+FEWEST, LEAST = 4, 512
+"""Smallest side of a matrix, and multiplications of one product, of which less is a sum in a kernel of other arithmetic."""
 
 
-FEWEST = 4
-"""Smallest side of matrices of float64 that are multiplied here; onnxruntime takes twice as long."""
+def _are_many(*sides: int) -> bool:
+    """Whether a kernel multiplies many matrices with these rows, sums and columns."""
+    return min(sides) >= FEWEST and math.prod(sides) > LEAST
 
 
-def _narrowest(node: ir.Node) -> int:
-    return NARROWEST if _is_float(node) else FEWEST
+def _by_onednn(dtype: Any, *sides: int) -> bool:
+    return bool(dtype == np.float32 and min(sides) >= NARROWEST)
 
 
 def _shapes(node: ir.Node) -> list[tuple[int, ...]] | None:
@@ -83,16 +87,16 @@ def _large_matmul(node: ir.Node) -> bool:
     a, b, c = shapes
     if a[-1] * math.prod(c) < WORTH:
         return False
-    return len(b) == 2 or (a[:-2] in ((), b[:-2]) and min(*a[-2:], c[-1]) >= _narrowest(node))
+    return len(b) == 2 or (a[:-2] in ((), b[:-2]) and _are_many(*a[-2:], c[-1]))
 
 
 @kernel("onnxruntime", "MatMul", dtypes=TYPES, when=_large_matmul)
 def matmul(k: Binding) -> Run:
     """c = a·b for a matrix b and a stack of rows a, for as many matrices each, or for one matrix a and many b"""
     (a, b), (c,) = given(k.inputs, 2), given(k.outputs, 1)
-    if c.dtype == np.float64:
-        if b.ndim == 2:
-            return product(k.pool, a.reshape(1, -1, b.shape[0]), b[None], c.reshape(1, -1, b.shape[1]))
+    if c.dtype == np.float64 and b.ndim == 2:
+        return product(k.pool, a.reshape(1, -1, b.shape[0]), b[None], c.reshape(1, -1, b.shape[1]))
+    if b.ndim > 2 and not _by_onednn(c.dtype, *a.shape[-2:], b.shape[-1]):
         a, b, c = (x.reshape(-1, *x.shape[-2:]) for x in (a, b, c))
         return product(k.pool, np.broadcast_to(a, (len(c), *a.shape[1:])), b, c)
     if b.ndim > 2:
@@ -121,11 +125,11 @@ def _large_permuted(node: ir.Node) -> bool:
     if shapes is None or not _is_native(node):
         return False
     a, b, y = shapes
-    if not _is_float(node) and attributes.get_ints("permY", ())[-1] != len(y) - 1:
-        return False
     rows, depth = (a[axis] for axis in attributes.get_ints("permA", ())[-2:])
     columns = b[attributes.get_ints("permB", ())[-1]]
-    return math.prod(y) * depth >= WORTH and min(rows, depth, columns) >= _narrowest(node)
+    in_rows = attributes.get_ints("permY", ())[-1] == len(y) - 1
+    wide = _is_float(node) and min(rows, depth, columns) >= NARROWEST
+    return math.prod(y) * depth >= WORTH and _are_many(rows, depth, columns) and (in_rows or wide)
 
 
 @kernel("onnxruntime", "graphc::PermutedMatMul", dtypes=TYPES, when=_large_permuted)
@@ -135,7 +139,7 @@ def permuted_matmul(k: Binding) -> Run:
     a, b = a.transpose(k.attributes["permA"]), b.transpose(k.attributes["permB"])
     y = y.transpose(np.argsort(k.attributes["permY"]))
     stacks = _stacks(a, b, y)
-    if y.dtype == np.float64:
+    if not _by_onednn(y.dtype, *a.shape[-2:], b.shape[-1]):
         places = np.ndindex(stacks[0].shape[:-3])
         return in_order([product(k.pool, *(x[place] for x in stacks)) for place in places])
     if stacks[0].ndim == 3 or not is_better_on_tiles(k.pool, stacks[2].shape[-3:], a.shape[-1]):

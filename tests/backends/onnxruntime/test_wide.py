@@ -102,14 +102,15 @@ def test_losses_have_the_digits_of_pytorch(name: str, optimizer: str) -> None:
             assert float(loss) == pytest.approx(wanted.item(), rel=1e-11)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_products_of_matrices_that_lie_in_any_order(threads: int) -> None:
-    rng, pool = np.random.default_rng(0), ThreadPool(threads)
+def test_products_of_matrices_that_lie_in_any_order(threads: int, dtype: Any) -> None:
+    rng, pool, close = np.random.default_rng(0), ThreadPool(threads), 1e-12 if dtype == np.float64 else 1e-4
     for count, rows, depth, columns in [(1, 1, 1, 1), (3, 7, 5, 9), (1, 200, 300, 140), (5, 97, 129, 33), (2, 6, 128, 256)]:
-        a, b = rng.standard_normal((count, rows, depth)), rng.standard_normal((count, depth, columns))
+        a, b = (rng.standard_normal((count, *side)).astype(dtype) for side in ((rows, depth), (depth, columns)))
         for left, right in [(a, b), (a.swapaxes(1, 2).copy().swapaxes(1, 2), b), (a, b.swapaxes(1, 2).copy().swapaxes(1, 2))]:
-            for bias in (None, rng.standard_normal(columns)):
-                c = np.full((count, rows, columns), np.nan)
+            for bias in (None, rng.standard_normal(columns).astype(dtype)):
+                c = np.full((count, rows, columns), np.nan, dtype)
                 product(pool, left, right, c, bias)()
-                np.testing.assert_allclose(c, a @ b + (0 if bias is None else bias), rtol=1e-12, atol=1e-12)
+                np.testing.assert_allclose(c, a @ b + (0 if bias is None else bias), rtol=close, atol=close)
     pool.close()
