@@ -38,7 +38,7 @@ try:
     from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
-    from graphc.backends.onnxruntime.kernels.linear import FEWEST
+    from graphc.backends.onnxruntime.kernels.linear import NARROWEST
     from graphc.backends.onnxruntime.kernels.onednn import library
     from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
     from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
@@ -104,7 +104,7 @@ class OnnxRuntimeBackend(Backend):
         (
             "rows,einsum",
             f"kept_taps{{taps={WINDOW_TAPS},row={MOST_TAPS},step={LONGEST_STEP}}}",
-            f"permuted_products{{narrowest={FEWEST}}}",
+            f"permuted_products{{narrowest={NARROWEST}}}",
         )
     )
 

@@ -35,9 +35,14 @@ FEWEST, LEAST = 4, 512
 """Smallest side of a matrix, and multiplications of one product, of which less is a sum in a kernel of other arithmetic."""
 
 
-def _are_many(*sides: int) -> bool:
-    """Whether a kernel multiplies many matrices with these rows, sums and columns."""
-    return min(sides) >= FEWEST and math.prod(sides) > LEAST
+WORTH_PARTING = 1 << 17
+"""Multiplications with narrow matrices from which a step of their own pays: it parts the arithmetic around it."""
+
+
+def _are_many(count: int, *sides: int) -> bool:
+    """Whether a kernel multiplies so many matrices with these rows, sums and columns."""
+    total = count * math.prod(sides)
+    return min(sides) >= NARROWEST or (min(sides) >= FEWEST and math.prod(sides) > LEAST and total >= WORTH_PARTING)
 
 
 def _by_onednn(dtype: Any, *sides: int) -> bool:
@@ -87,7 +92,7 @@ def _large_matmul(node: ir.Node) -> bool:
     a, b, c = shapes
     if a[-1] * math.prod(c) < WORTH:
         return False
-    return len(b) == 2 or (a[:-2] in ((), b[:-2]) and _are_many(*a[-2:], c[-1]))
+    return len(b) == 2 or (a[:-2] in ((), b[:-2]) and _are_many(math.prod(c[:-2]), *a[-2:], c[-1]))
 
 
 @kernel("onnxruntime", "MatMul", dtypes=TYPES, when=_large_matmul)
@@ -129,7 +134,8 @@ def _large_permuted(node: ir.Node) -> bool:
     columns = b[attributes.get_ints("permB", ())[-1]]
     in_rows = attributes.get_ints("permY", ())[-1] == len(y) - 1
     wide = _is_float(node) and min(rows, depth, columns) >= NARROWEST
-    return math.prod(y) * depth >= WORTH and _are_many(rows, depth, columns) and (in_rows or wide)
+    count = math.prod(y) // (rows * columns)
+    return math.prod(y) * depth >= WORTH and _are_many(count, rows, depth, columns) and (in_rows or wide)
 
 
 @kernel("onnxruntime", "graphc::PermutedMatMul", dtypes=TYPES, when=_large_permuted)
