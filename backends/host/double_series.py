@@ -41,8 +41,8 @@ def _rounded(f: Double, x: Any, factor: float) -> tuple[Any, Any]:
 def _exp(f: Double, x: Any) -> Any:
     """x = n·ln 2 + r; a polynomial in r, times 2ⁿ in two factors, of which either is a normal number."""
     build = f.build
-    n, whole = _rounded(f, f.least(f.most(x, -746.0), 710.0), 1 / math.log(2))
     x = f.least(f.most(x, -746.0), 710.0)
+    n, whole = _rounded(f, x, 1 / math.log(2))
     r = f.fma(whole, -0.6931471805599453, x)
     r = f.fma(whole, -2.3190468138462996e-17, r)
     p = f.polynomial(r, *(1 / math.factorial(k) for k in range(13, -1, -1)))

@@ -294,9 +294,14 @@ _MISSING = re.compile(r"NOT_IMPLEMENTED : (?:Could not find an implementation|Fa
 
 
 def reference(error: MissingImplementationError) -> Backend:
-    """The backend that runs what onnxruntime has not implemented for an element type, such as Resize of float64: slowly."""
-    _log.info("%s", error)
+    """The backend that runs what onnxruntime has not implemented for an element type, such as Col2Im of float64: slowly."""
+    _warn_once(f"{error}; the numpy backend computes it, slowly")
     return BACKENDS["numpy"](threads=1, spin=False)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    _log.warning(message)
 
 
 _FAILED = re.compile(r"while running (\w+) node\. Name:'([^']*)' Status Message: (.*)", re.DOTALL)

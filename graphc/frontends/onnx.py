@@ -310,7 +310,7 @@ def _write_out_own_ops(model: ir.Model) -> None:
     def stays(node: ir.Node) -> bool:
         return node.domain != DOMAIN or node.op_type in defined
 
-    if all(map(stays, graph)):
+    if all(map(stays, graph.all_nodes())):
         return
     propagate(graph, version=graph.opset_imports[""])
     decompose_graph(graph, stays)

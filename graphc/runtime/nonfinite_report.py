@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphc.backend import Backend, Capabilities, host_backend
+from graphc.backend import STANDARD, Backend, Capabilities, host_backend
 from graphc.device import Array, Memory
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.host_staged import StagedCommunicator
@@ -38,11 +38,11 @@ def first_nonfinite(
         if array.dtype.kind == "f" and not np.isfinite(memory.fetch(array)).all():
             return name
     shapes = {name: buffer.shape for name, buffer in executor.inputs.items()}
-    native = _Native(backend)
+    native: Capabilities = STANDARD
     try:
         graph = prepare(model, shapes).graph
     except UnsupportedOpError:  # an op that only a kernel computes
-        native.allowed = True
+        native = _WithKernels(backend)
         graph = prepare(model, shapes, native).graph
     nodes = [n for n in graph if not is_update(n) and n.op_type != "Constant"]
     made = {out for n in nodes for out in n.outputs}
@@ -58,14 +58,14 @@ def first_nonfinite(
             host.close()
 
 
-class _Native(Capabilities):
-    """What a replay leaves to kernels: nothing, or what the backend does."""
+class _WithKernels(Capabilities):
+    """A runtime of standard ops, and the kernels of a backend."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.allowed = backend, False
+        self.backend = backend
 
     def prefers_native(self, node: ir.Node) -> bool:
-        return self.allowed and self.backend.prefers_native(node)
+        return self.backend.prefers_native(node)
 
 
 def _read_by(nodes: Sequence[ir.Node]) -> list[ir.Value]:

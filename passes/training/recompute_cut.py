@@ -27,7 +27,7 @@ from graphc.passes.gradients.reverse_mode import ancestors
 EXPENSIVE = frozenset(
     {"MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention", "RNN", "GRU", "LSTM", "Det", "DFT", "STFT"}
     | {"TopK", "Unique", "MatMulInteger", "ConvInteger", "NonMaxSuppression", "ScaledDotProductAttention", "RecurrentTraining"}
-    | {"GroupedMatMul"}
+    | {"GroupedMatMul", "Solve", "TriangularSolve", "Cholesky", "LogDeterminant", "Cofactors"}
 )
 """Ops that take much longer than reading and writing their operands."""
 

@@ -52,7 +52,8 @@ def _is_wide(node: ir.Node) -> bool:
 
 
 def _is_native(node: ir.Node) -> bool:
-    return (_is_wide(node) or library() is not None) and have_spatial_axes(node, (0, 1), 3)
+    found = 0 not in (static_dims(node.outputs[0]) or (0,)) if _is_wide(node) else library() is not None
+    return found and have_spatial_axes(node, (0, 1), 3)
 
 
 def _weight_gradient_is_native(node: ir.Node) -> bool:

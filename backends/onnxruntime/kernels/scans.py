@@ -13,8 +13,14 @@ from graphc.backends.onnxruntime.kernels.jit import exact
 from graphc.device import Array, Run
 from graphc.ir.facts import constant, required, static_dims
 
+TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+
 _COLUMNS = 64
 """Neighbours that run side by side."""
+
+
+def _is_known(node: ir.Node) -> bool:
+    return 0 not in (static_dims(node.outputs[0]) or (0,))
 
 
 def _axis_is_known(node: ir.Node) -> bool:
@@ -26,17 +32,10 @@ def _axis_is_known(node: ir.Node) -> bool:
 def cumulative_sum(k: Binding) -> Run:
     """Sums of the elements up to each one along an axis; the sum so far is float64, as in PyTorch."""
     (x, _), (y,) = given(k.inputs, 2), given(k.outputs, 1)
-    axis = int(np.asarray(constant(k.node.inputs[1])).reshape(-1)[0]) % x.ndim
-    behind = math.prod(x.shape[axis + 1 :])
-    views = [array.reshape(-1, array.shape[axis], behind) for array in (x, y)]
-    tiles = len(views[0]) * -(-behind // _COLUMNS)
-    parts = max(1, min(k.pool.threads, tiles, x.size // 8192))
+    views, parts = _lines(k, x, y)
     room: Array = np.zeros((parts, _COLUMNS), dtype=np.float64)
     exclusive, reverse = (np.bool_(bool(k.attributes.get(name, 0))) for name in ("exclusive", "reverse"))
     return k.pool.bind(_cumulative_sum, (*views, exclusive, reverse, room), parts)
-
-
-TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 
 def _lines(k: Binding, *arrays: Array) -> tuple[list[Array], int]:
@@ -48,9 +47,7 @@ def _lines(k: Binding, *arrays: Array) -> tuple[list[Array], int]:
     return views, max(1, min(k.pool.threads, before * -(-behind // _COLUMNS), arrays[0].size // 8192))
 
 
-@kernel(
-    "onnxruntime", "graphc::RunningProduct", dtypes=TYPES, when=lambda node: 0 not in (static_dims(node.outputs[0]) or (0,))
-)
+@kernel("onnxruntime", "graphc::RunningProduct", dtypes=TYPES, when=_is_known)
 @kernel("onnxruntime", "CumProd", dtypes=TYPES, when=_axis_is_known)
 def running_product(k: Binding) -> Run:
     """Products of the elements up to each one along an axis; the product so far is float64, as in PyTorch."""

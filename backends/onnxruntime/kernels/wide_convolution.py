@@ -3,8 +3,8 @@
     cols[k, p] = x[c, place of p + tap]  for k = (c, tap), zero in the padding
     y = W·cols,  dx = fold(Wᵀ·dy),  dw = dy·colsᵀ
 
-A piece has a few hundred rows k and up to CHUNK places p, and stays in the cache. Threads share pieces, and where they would
-write the same numbers, channels.
+A piece has up to DEPTH rows k and CHUNK places p, and stays in the cache. Threads share pieces; in the gradient of x, where
+pieces add to the same numbers, they share channels.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class _Geometry:
         begin, _ = window.padding
         self.group = int(attributes.get("group") or 1)
         self.places = math.prod(y.shape[2:])
+        # sizes of x and of y, taps, steps, distances of taps, padding in front: three of each
         self.numbers = np.array(
             [
                 *(*lift, *x.shape[2:]),
@@ -96,41 +97,49 @@ def weight_gradient(pool: Pool, attributes: Mapping[str, Any], x: Array, dy: Arr
 
 
 @jit
+def _tap(numbers, k):
+    """Of row k: its channel, taps in front and above, distance to the left, and the places of a line where it lies inside."""
+    out_w, size_w, step_w = numbers[5], numbers[2], numbers[11]
+    taps_d, taps_h, taps_w = numbers[6:9]
+    t = k % (taps_d * taps_h * taps_w)
+    shift = t % taps_w * numbers[14] - numbers[17]
+    low = max(0, -(shift // step_w))
+    high = max(low, min(out_w, (size_w - 1 - shift) // step_w + 1))
+    return k // (taps_d * taps_h * taps_w), t // (taps_h * taps_w), t // taps_w % taps_h, shift, low, high
+
+
+@jit
+def _line(numbers, i, j, p):
+    """Where the line of x begins that lies under taps (i, j) of place p; -1 in the padding."""
+    size_d, size_h, size_w, _, out_h, out_w = numbers[:6]
+    d = p // (out_h * out_w) * numbers[9] + i * numbers[12] - numbers[15]
+    h = p // out_w % out_h * numbers[10] + j * numbers[13] - numbers[16]
+    return (d * size_h + h) * size_w if 0 <= d < size_d and 0 <= h < size_h else -1
+
+
+@jit
 def _unfold(x, numbers, first, last, start, stop, columns):
     """columns[k - first, p - start] = x under tap k of place p, zero in the padding and behind the last place."""
-    _, size_h, size_w, _, out_h, out_w, _, taps_h, taps_w, step_d, step_h, step_w = numbers[:12]
-    gap_d, gap_h, gap_w, begin_d, begin_h, begin_w = numbers[12:]
-    size_d, taps_d = numbers[0], numbers[6]
-    taps = taps_d * taps_h * taps_w
+    out_w, step_w = numbers[5], numbers[11]
     width = (stop - start + VECTOR - 1) // VECTOR * VECTOR + GAP
     for k in range(first, last):
-        c, t = k // taps, k % taps
-        i, j, shift = t // (taps_h * taps_w), t // taps_w % taps_h, t % taps_w * gap_w - begin_w
-        low = max(0, -(shift // step_w))
-        high = max(low, min(out_w, (size_w - 1 - shift) // step_w + 1))
+        c, i, j, shift, low, high = _tap(numbers, k)
         p, base = start, (k - first) * width
         while p < stop:
             q = p % out_w
-            until = min(out_w, q + stop - p)
-            d = p // (out_h * out_w) * step_d + i * gap_d - begin_d
-            h = p // out_w % out_h * step_h + j * gap_h - begin_h
-            to = base + p - start - q
-            if d < 0 or d >= size_d or h < 0 or h >= size_h:
-                for v in range(q, until):
-                    columns[to + v] = 0.0
+            until, line, to = min(out_w, q + stop - p), _line(numbers, i, j, p), base + p - start - q
+            inside = min(max(low, q), until) if line >= 0 else until
+            outside = max(min(high, until), inside)
+            for v in range(q, inside):
+                columns[to + v] = 0.0
+            if step_w == 1:
+                for v in range(inside, outside):
+                    columns[to + v] = x[c, line + shift + v]
             else:
-                line = (d * size_h + h) * size_w + shift
-                inside, outside = min(max(low, q), until), max(min(high, until), q)
-                for v in range(q, inside):
-                    columns[to + v] = 0.0
-                if step_w == 1:
-                    for v in range(inside, outside):
-                        columns[to + v] = x[c, line + v]
-                else:
-                    for v in range(inside, outside):
-                        columns[to + v] = x[c, line + v * step_w]
-                for v in range(max(inside, outside), until):
-                    columns[to + v] = 0.0
+                for v in range(inside, outside):
+                    columns[to + v] = x[c, line + shift + v * step_w]
+            for v in range(outside, until):
+                columns[to + v] = 0.0
             p += until - q
         for v in range(stop - start, width - GAP):
             columns[base + v] = 0.0
@@ -139,30 +148,20 @@ def _unfold(x, numbers, first, last, start, stop, columns):
 @jit
 def _fold(x, numbers, first, last, start, stop, columns):
     """Adds columns[k - first, p - start] to x under tap k of place p."""
-    _, size_h, size_w, _, out_h, out_w, _, taps_h, taps_w, step_d, step_h, step_w = numbers[:12]
-    gap_d, gap_h, gap_w, begin_d, begin_h, begin_w = numbers[12:]
-    size_d, taps_d = numbers[0], numbers[6]
-    taps = taps_d * taps_h * taps_w
+    out_w, step_w = numbers[5], numbers[11]
     width = (stop - start + VECTOR - 1) // VECTOR * VECTOR + GAP
     for k in range(first, last):
-        c, t = k // taps, k % taps
-        i, j, shift = t // (taps_h * taps_w), t // taps_w % taps_h, t % taps_w * gap_w - begin_w
-        low = max(0, -(shift // step_w))
-        high = max(low, min(out_w, (size_w - 1 - shift) // step_w + 1))
+        c, i, j, shift, low, high = _tap(numbers, k)
         p, base = start, (k - first) * width
         while p < stop:
             q = p % out_w
-            until = min(out_w, q + stop - p)
-            d = p // (out_h * out_w) * step_d + i * gap_d - begin_d
-            h = p // out_w % out_h * step_h + j * gap_h - begin_h
-            if 0 <= d < size_d and 0 <= h < size_h:
-                line, source = (d * size_h + h) * size_w + shift, base + p - start - q
-                if step_w == 1:
-                    for v in range(max(low, q), min(high, until)):
-                        x[c, line + v] += columns[source + v]
-                else:
-                    for v in range(max(low, q), min(high, until)):
-                        x[c, line + v * step_w] += columns[source + v]
+            until, line, source = min(out_w, q + stop - p), _line(numbers, i, j, p), base + p - start - q
+            if line >= 0 and step_w == 1:
+                for v in range(max(low, q), min(high, until)):
+                    x[c, line + shift + v] += columns[source + v]
+            elif line >= 0:
+                for v in range(max(low, q), min(high, until)):
+                    x[c, line + shift + v * step_w] += columns[source + v]
             p += until - q
 
 

@@ -50,59 +50,51 @@ def product(pool: Pool, a: Array, b: Array, c: Array, bias: Array | None = None)
     return pool.bind(_product_of(size), (c, row, table, parts, scratch), workers, held=(a, b))
 
 
+def _rows_of_tiles(columns: int, size: int) -> Any:
+    """Make the product for one panel of ``columns`` numbers of ``size`` bytes."""
+    set1, set4, set6 = (tile_function(rows, columns, wide=size == 8) for rows in (1, 4, 6))
+    add1, add4, add6 = (tile_function(rows, columns, adds=True, wide=size == 8) for rows in (1, 4, 6))
+
+    @jit
+    def rows_of_tiles(a, a_row, a_step, rows, b, b_row, depth, c, c_row, adds):
+        r = 0
+        while rows - r >= 6:
+            if adds:
+                add6(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
+            else:
+                set6(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
+            r += 6
+        if rows - r >= 4:
+            if adds:
+                add4(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
+            else:
+                set4(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
+            r += 4
+        while r < rows:
+            if adds:
+                add1(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
+            else:
+                set1(a + r * a_row, a_row, a_step, b, b_row, depth, c + r * c_row, c_row)
+            r += 1
+
+    return rows_of_tiles
+
+
 def _multiplier(size: int) -> Any:
     """Make ``multiply`` for numbers of ``size`` bytes."""
-    vector, wide = 4 * LANES // size, size == 8
-    set1, set4, set6 = (tile_function(rows, vector, wide=wide) for rows in (1, 4, 6))
-    add1, add4, add6 = (tile_function(rows, vector, adds=True, wide=wide) for rows in (1, 4, 6))
-    wide_set1, wide_set4, wide_set6 = (tile_function(rows, _MOST * vector, wide=wide) for rows in (1, 4, 6))
-    wide_add1, wide_add4, wide_add6 = (tile_function(rows, _MOST * vector, adds=True, wide=wide) for rows in (1, 4, 6))
+    vector = 4 * LANES // size
+    most = _MOST * vector
+    narrow, wide = _rows_of_tiles(vector, size), _rows_of_tiles(most, size)
 
     @jit
     def multiply(a, a_row, a_step, rows, b, b_row, depth, c, c_row, columns, adds):
         """c = a·b, or c += a·b, for whole vectors of ``columns``; addresses and bytes as in ``tile_function``."""
         n = 0
-        while columns - n >= _MOST * vector:
-            r, y, z = 0, b + n * size, c + n * size
-            while rows - r >= 6:
-                if adds:
-                    wide_add6(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                else:
-                    wide_set6(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                r += 6
-            if rows - r >= 4:
-                if adds:
-                    wide_add4(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                else:
-                    wide_set4(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                r += 4
-            while r < rows:
-                if adds:
-                    wide_add1(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                else:
-                    wide_set1(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                r += 1
-            n += _MOST * vector
+        while columns - n >= most:
+            wide(a, a_row, a_step, rows, b + n * size, b_row, depth, c + n * size, c_row, adds)
+            n += most
         while n < columns:
-            r, y, z = 0, b + n * size, c + n * size
-            while rows - r >= 6:
-                if adds:
-                    add6(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                else:
-                    set6(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                r += 6
-            if rows - r >= 4:
-                if adds:
-                    add4(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                else:
-                    set4(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                r += 4
-            while r < rows:
-                if adds:
-                    add1(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                else:
-                    set1(a + r * a_row, a_row, a_step, y, b_row, depth, z + r * c_row, c_row)
-                r += 1
+            narrow(a, a_row, a_step, rows, b + n * size, b_row, depth, c + n * size, c_row, adds)
             n += vector
 
     return multiply

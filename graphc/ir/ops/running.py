@@ -1,6 +1,6 @@
 """Running products and their gradient.
 
-y = graphc.RunningProduct(x; axis)                ─►  CumProd, for models in opsets that do not have it yet
+y = graphc.RunningProduct(x; axis)                ─►  products of two, of four and so on: few runtimes have CumProd
 dx = graphc.RunningProductGrad(dy, x, y, axis)    of y = CumProd(x, axis)  ─►  sums of dy·y, and products without a zero
 """
 

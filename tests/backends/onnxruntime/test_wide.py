@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 import pytest
 
 pytest.importorskip("onnxruntime")
@@ -15,6 +17,7 @@ torch = pytest.importorskip("torch")
 import graphc  # noqa: E402
 from graphc.backends.onnxruntime.kernels.wide_products import product  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
+from graphc.training.inference import run_model  # noqa: E402
 
 nn = torch.nn
 
@@ -100,6 +103,16 @@ def test_losses_have_the_digits_of_pytorch(name: str, optimizer: str) -> None:
             wanted.backward()
             own.step()
             assert float(loss) == pytest.approx(wanted.item(), rel=1e-11)
+
+
+@pytest.mark.parametrize(("shape", "out"), [((1, 1, 2, 2), (1, 1, 0, 0)), ((0, 1, 5, 5), (0, 1, 3, 3))])
+def test_a_convolution_without_elements_has_its_shape(shape: tuple[int, ...], out: tuple[int, ...]) -> None:
+    text = f"""<ir_version: 10, opset_import: ["": 21]>
+        g (double[{", ".join(map(str, shape))}] x, double[1, 1, 3, 3] w) => (y) {{ y = Conv(x, w) }}"""
+    (y,) = run_model(
+        ir.from_proto(onnx.parser.parse_model(text)), {"x": np.ones(shape), "w": np.ones((1, 1, 3, 3))}, backend="onnxruntime"
+    ).values()
+    assert y.shape == out
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
