@@ -392,7 +392,7 @@ def make_session(
         missing = _MISSING.search(str(error))
         if missing is not None:
             raise MissingImplementationError(
-                f"onnxruntime has no {missing[1]} for the element types of {_ops(model)}"
+                f"onnxruntime has not implemented {missing[1]} for an element type in a segment of {_ops(model)}"
             ) from error
         raise UnsupportedOpError(f"onnxruntime cannot run a segment of {_ops(model)}: {error}") from error
 
