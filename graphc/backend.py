@@ -212,8 +212,13 @@ class Backend(Capabilities, Protocol):
     name: str
     memory: Memory
 
-    def prepare_segments(self, models: Sequence[onnx.ModelProto]) -> None:
-        """Begin to compile segments, each of which :meth:`bind_segment` binds later."""
+    def prepare_segments(self, models: Sequence[onnx.ModelProto], *, varying: bool = False) -> None:
+        """Begin to compile segments, each of which :meth:`bind_segment` binds later.
+
+        Args:
+            models: the segments of a plan.
+            varying: whether there are plans of the same graph for other shapes, so that more may follow.
+        """
         return
 
     def bind_segment(

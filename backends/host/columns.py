@@ -7,7 +7,7 @@ A block is so short that its own sum is exact to a few roundings, and that the d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from llvmlite import ir as ll
 
@@ -32,7 +32,7 @@ def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None
         return
     (name, size), *rest = loops.columns
     build, part, steps = emitter.builder, emitter.expression(lang.Name("PART")).value, -(-size // loops.parts)
-    start = build.mul(part, _number(steps))
+    start = build.mul(part, emitter.size(steps, name))
 
     def column() -> None:
         emitter.define(name, build.add(start, emitter.expression(lang.Name(f"{name}_part")).value))
@@ -50,7 +50,7 @@ def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None
 
 def _walk(emitter: Emitter, loops: Nest, body: Sequence[lang.Statement], column: Callable[[], None]) -> None:
     longest = BLOCK if emitter.lanes is None else DISTANT
-    sums = _sums_of(body) if math.prod(size for _, size in loops) > longest else []
+    sums = _sums_of(body) if depth_of_blocks(loops, longest) is not None else []
     totals = [total for total in (_Total(emitter, target) for target in sums) if total.is_float32]
     if not totals:
         nest(emitter, loops, column)
@@ -67,40 +67,62 @@ def _walk(emitter: Emitter, loops: Nest, body: Sequence[lang.Statement], column:
         total.end()
 
 
+def depth_of_blocks(loops: Nest, longest: int) -> int | None:
+    """Which of ``loops`` a sum over them divides into blocks of ``longest``; None: it is one block."""
+    sizes = [size for _, size in loops]
+    if math.prod(sizes) <= longest:
+        return None
+    return next(k for k in range(len(sizes)) if math.prod(sizes[k + 1 :]) <= longest)
+
+
 def nest(emitter: Emitter, loops: Nest, inside: Callable[[], None]) -> None:
     """Emit ``inside`` in loops (name, size), the first outermost."""
     if not loops:
         inside()
         return
     (name, size), *rest = loops
-    emitter.loop(_number(0), _number(size), name, lambda: nest(emitter, rest, inside))
+    emitter.loop(_number(0), emitter.length(name, size), name, lambda: nest(emitter, rest, inside))
 
 
 def _in_blocks(
     emitter: Emitter, loops: Nest, longest: int, inside: Callable[[], None], end_of_block: Callable[[], None]
 ) -> None:
     (name, size), *rest = loops
-    width = math.prod(n for _, n in rest)
-    if width > longest:
-        emitter.loop(_number(0), _number(size), name, lambda: _in_blocks(emitter, rest, longest, inside, end_of_block))
+    if depth_of_blocks(loops, longest) != 0:
+        count = emitter.length(name, size)
+        emitter.loop(_number(0), count, name, lambda: _in_blocks(emitter, rest, longest, inside, end_of_block))
         return
-    steps = _steps(size, longest // width)
+    names = [name.removesuffix("_part") for name, _ in loops]
 
-    def block(start: ll.Value, count: int) -> None:
+    def number(which: int) -> ll.Value:
+        return emitter.size(_blocks(loops, longest, {})[which], *names, by=lambda sizes: _blocks(loops, longest, sizes)[which])
+
+    def block(start: ll.Value, count: ll.Value) -> None:
         def step() -> None:
             emitter.define(name, emitter.builder.add(start, emitter.expression(lang.Name(f"{name}_step")).value))
             nest(emitter, rest, inside)
 
-        emitter.loop(_number(0), _number(count), f"{name}_step", step)
+        emitter.loop(_number(0), count, f"{name}_step", step)
         end_of_block()
 
     def whole() -> None:
-        number = emitter.expression(lang.Name(f"{name}_block")).value
-        block(emitter.builder.mul(number, _number(steps)), steps)
+        place = emitter.expression(lang.Name(f"{name}_block")).value
+        block(emitter.builder.mul(place, number(0)), number(0))
 
-    emitter.loop(_number(0), _number(size // steps), f"{name}_block", whole)
-    if size % steps:
-        block(_number(size - size % steps), size % steps)
+    emitter.loop(_number(0), number(1), f"{name}_block", whole)
+    if not isinstance(number(3), ll.Constant) or number(3).constant:
+        block(number(2), number(3))
+
+
+def _blocks(loops: Nest, longest: int, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
+    """Steps of the first of ``loops`` in a block, whole blocks, steps in these, and the steps that are left.
+
+    Args:
+        sizes: of loops that have another size than ``loops`` says.
+    """
+    size, *rest = (sizes.get(name, size) for name, size in loops)
+    steps = _steps(size, longest // math.prod(rest))
+    return steps, size // steps, size - size % steps, size % steps
 
 
 def _steps(size: int, most: int) -> int:

@@ -1,7 +1,8 @@
 """Compiles the source of a kernel to a native function ``f(arrays, first unit, last unit)``.
 
 Units are what threads share: rows, or blocks of rows. The machine code of a kernel is kept on disk for the next start, named by
-what made it: the kernel, the processor with its features, LLVM, and this compiler.
+what made it: the kernel, the processor with its features, LLVM, and this compiler. Where feeds have many shapes, a kernel reads
+those of its sizes that differ between them (:mod:`graphc.backends.host.sizes`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from graphc.backends.host.kinds import I64
 from graphc.backends.host.machine_code import MachineCode, target_machine
 from graphc.backends.host.mathematics import Mathematics
 from graphc.backends.host.processor import processor
+from graphc.backends.host.sizes import Formula, KnownKernels, Sizes
 from graphc.distributed.world import find_world, threads_for
 from graphc.ir.facts import dtype_of
 
@@ -42,6 +44,9 @@ CACHE = 1 << 14
 
 Function = Callable[[int, int, int], None]
 
+_UNNAMED = "UNNAMED.KERNEL"
+"""Stands for the name of a kernel in the text that its name is made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class HostKernel:
@@ -52,22 +57,28 @@ class HostKernel:
         load: waits for ``f(address of the array of addresses, first unit, last unit)``, which ctypes calls.
         units: their number.
         elements: of a unit, for the smallest share worth a thread.
+        sizes: words of the table whose address comes behind those of the arrays; none: there is no table.
     """
 
     name: str
     load: Callable[[], Function]
     units: int
     elements: int
+    sizes: tuple[int, ...] = ()
 
 
-def module_of(source: KernelSource, loops: Loops, name: str) -> ll.Module:
+def module_of(source: KernelSource, loops: Loops, name: str, sizes: Sizes | None = None) -> ll.Module:
     """The LLVM module of a kernel.
+
+    Args:
+        sizes: of the text, which holds names of them; the words that the loops take are added to it.
 
     Raises:
         LanguageError: the kernel uses what this target lacks.
     """
     module = ll.Module(name)
-    count = len(source.operands)
+    operands = len(source.operands)
+    count = operands + (sizes is not None)
     inner = ll.Function(module, ll.FunctionType(ll.VoidType(), [POINTER] * count + [I64, I64]), f"{name}.body")
     inner.linkage = "internal"
     inner.attributes.add("alwaysinline")
@@ -79,8 +90,12 @@ def module_of(source: KernelSource, loops: Loops, name: str) -> ll.Module:
         arrays[text] = (inner.args[k], kind)
     builder = ll.IRBuilder(inner.append_basic_block("entry"))
     body = language.parse(_body(source.body))
-    emitter = Emitter(builder, arrays, Mathematics(module), _widest(loops, body))
-    _rows(emitter, loops, body, inner.args[count], inner.args[count + 1], bool(source.columns > 1 or loops.columns))
+    table = None
+    if sizes is not None:
+        inner.args[operands].add_attribute("noalias")
+        table = inner.args[operands], sizes
+    emitter = Emitter(builder, arrays, Mathematics(module), _widest(loops, body), table)
+    _rows(emitter, loops, body, inner.args[count], inner.args[count + 1], _reduces(source, loops))
     builder.ret_void()
     outer = ll.Function(module, ll.FunctionType(ll.VoidType(), [POINTER, I64, I64]), name)
     builder = ll.IRBuilder(outer.append_basic_block())
@@ -133,9 +148,12 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
 
     def decode(unit: Any, names: Sequence[tuple[str, int]]) -> None:
         for k, (name, size) in reversed(list(enumerate(names))):
-            emitter.define(name, unit if k == 0 else build.srem(unit, number(size)))
+            emitter.define(name, unit if k == 0 else build.srem(unit, emitter.length(name, size)))
             if k:
-                unit = build.sdiv(unit, number(size))
+                unit = build.sdiv(unit, emitter.length(name, size))
+
+    def blocks_of(name: str, size: int, length: int) -> Any:
+        return emitter.size(-(-size // length), name, by=lambda sizes: -(-sizes[name] // length))
 
     def least(*values: Any) -> Any:
         return functools.reduce(lambda a, b: build.select(build.icmp_signed("<", a, b), a, b), values)
@@ -147,21 +165,22 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
         unit = emitter.expression(language.Name("unit")).value
         inner, size = loops.rows[-1]
         neighbours = dict(loops.rows)[loops.beside]
-        parts, blocks = number(-(-size // TURNED)), number(-(-neighbours // LINE))
+        parts, blocks = blocks_of(inner, size, TURNED), blocks_of(loops.beside, neighbours, LINE)
         start = build.mul(build.srem(unit, parts), number(TURNED))
         unit = build.sdiv(unit, parts)
         first = build.mul(build.srem(unit, blocks), number(LINE))
         decode(build.sdiv(unit, blocks), [loop for loop in loops.rows[:-1] if loop[0] != loops.beside])
-        stop = least(build.add(start, number(TURNED)), number(size))
-        last = least(build.add(first, number(LINE)), number(neighbours))
+        stop = least(build.add(start, number(TURNED)), emitter.length(inner, size))
+        last = least(build.add(first, number(LINE)), emitter.length(loops.beside, neighbours))
         emitter.loop(first, last, loops.beside, lambda: emitter.loop(start, stop, inner, lambda: emitter.run(body)))
 
     def one_unit() -> None:
         unit = whole = emitter.expression(language.Name("unit")).value
         if loops.parts > 1:
             units, _ = units_of(loops, reduces)
-            emitter.define("PART", build.sdiv(unit, number(units // loops.parts)))
-            unit = build.srem(unit, number(units // loops.parts))
+            of_part = emitter.size(units // loops.parts, *(name for name, _ in loops.rows))
+            emitter.define("PART", build.sdiv(unit, of_part))
+            unit = build.srem(unit, of_part)
         if not loops.rows:
             emitter.run(body)
         elif loops.vector > 1:
@@ -170,15 +189,17 @@ def _rows(emitter: Emitter, loops: Loops, body: Sequence[language.Statement], st
             if blocks == 1:  # a pass of known size becomes vectors without a loop, if it fills them
                 decode(unit, outer)
                 emitter.define(inner, number(0))
+                emitter.write_out(inner)
                 whole = -(-size // LANES) * LANES
                 emitter.lanes, emitter.existing = number(whole), number(size) if whole > size else None
                 emitter.run(body)
                 return
-            place = build.srem(unit, number(blocks))
-            decode(build.sdiv(unit, number(blocks)), outer)
+            there = blocks_of(inner, size, loops.vector)
+            place = build.srem(unit, there)
+            decode(build.sdiv(unit, there), outer)
             emitter.define(inner, build.mul(place, number(loops.vector)))
-            taken = least(build.sub(stop, whole), build.sub(number(blocks), place), number(emitter.vector // loops.vector))
-            left = build.sub(number(size), build.mul(place, number(loops.vector)))
+            taken = least(build.sub(stop, whole), build.sub(there, place), number(emitter.vector // loops.vector))
+            left = build.sub(emitter.length(inner, size), build.mul(place, number(loops.vector)))
             emitter.lanes = least(left, build.mul(taken, number(loops.vector)))
             emitter.run(body)
             following.append(build.add(whole, taken))
@@ -210,36 +231,73 @@ class Compiler:
         os.register_at_fork(after_in_child=self._code.begin)
         self._addresses: dict[str, int] = {}
         self._version = f"{wanted.name}{wanted.features}{llvm.llvm_version_info}{_own_text()}"
+        self._known = KnownKernels()
+        self._serving: dict[
+            str, tuple[str, list[Formula]]
+        ] = {}  # text without sizes → kernel, what gives the rest of its table
 
-    def compile(self, source: KernelSource, loops: Loops) -> HostKernel:
+    def compile(self, source: KernelSource, loops: Loops, *, varying: bool = False) -> HostKernel:
         """Begin to compile a kernel, or find it.
+
+        Args:
+            varying: whether it serves for other sizes too, as far as earlier kernels show which of its numbers differ.
 
         Raises:
             LanguageError: the kernel uses what this target lacks.
         """
-        key = f"{source.body}{[str(dtype_of(v)) for v in source.operands]}{loops}{self._version}"
-        name = "k" + hashlib.sha256(key.encode()).hexdigest()[:24]
+        units, elements = units_of(loops, _reduces(source, loops))
+        if varying:
+            name, words = self._for_sizes(source, loops)
+            return HostKernel(name, functools.partial(self._load, name), units, elements, words)
         with self._lock:
-            if name not in self._functions and name not in self._awaited:
-                code = object_files.read_cached(f"{name}.o")
-                if code is not None:
-                    self._functions[name] = self._function(code, name)
-                else:
-                    text = str(module_of(source, loops, name))
-                    keep = functools.partial(object_files.write_cached, f"{name}.o")
-                    self._awaited[name] = self._code.submit(text, keep)
-        units, elements = units_of(loops, bool(source.columns > 1 or loops.columns))
+            self._known.note(source.body, loops)
+        name = self._named("k", f"{source.body}{_types(source)}{loops}")
+        with self._lock:
+            if not self._begun(name):
+                self._submit(name, str(module_of(source, loops, name)))
         return HostKernel(name, functools.partial(self._load, name), units, elements)
 
-    def kept(self, name: str, units: int, elements: int) -> HostKernel | None:
-        """A kernel of this process or an earlier one; None: it must be compiled."""
+    def _for_sizes(self, source: KernelSource, loops: Loops) -> tuple[str, tuple[int, ...]]:
+        """The name of a kernel that holds for more than one shape, and its table."""
         with self._lock:
-            if name not in self._functions and name not in self._awaited:
-                code = object_files.read_cached(f"{name}.o")
-                if code is None:
-                    return None
-                self._functions[name] = self._function(code, name)
-        return HostKernel(name, functools.partial(self._load, name), units, elements)
+            body, sizes = self._known.without_sizes(source.body, loops)
+        shape = [(name, None if name in sizes.loops else size) for name, size in (*loops.rows, *loops.columns)]
+        blocks = columns.depth_of_blocks(loops.columns, columns.DISTANT)
+        order = f"{len(loops.rows)}{_reduces(source, loops)}{blocks}{loops.vector}{loops.beside}{loops.parts}"
+        key = f"{body}{_types(source)}{shape}{order}"
+        known = self._serving.get(key)
+        if known is not None:
+            name, formulas = known
+            return name, (*sizes.words, *(formula(sizes.loops) for formula in formulas))
+        text = str(module_of(replace(source, body=body), loops, _UNNAMED, sizes))
+        name = self._named("g", text)
+        with self._lock:
+            if not self._begun(name):
+                self._submit(name, text.replace(_UNNAMED, name))
+            if sizes.serves:
+                self._serving[key] = name, sizes.formulas
+        return name, tuple(sizes.words)
+
+    def _named(self, kind: str, text: str) -> str:
+        return kind + hashlib.sha256(f"{text}{self._version}".encode()).hexdigest()[:24]
+
+    def _begun(self, name: str) -> bool:
+        """Whether a kernel is compiled, or being compiled."""
+        if name not in self._functions and name not in self._awaited:
+            code = object_files.read_cached(f"{name}.o")
+            if code is None:
+                return False
+            self._functions[name] = self._function(code, name)
+        return True
+
+    def _submit(self, name: str, text: str) -> None:
+        keep = functools.partial(object_files.write_cached, f"{name}.o")
+        self._awaited[name] = self._code.submit(text, keep)
+
+    def kept(self, name: str) -> Callable[[], Function] | None:
+        """What loads a kernel of this process or an earlier one; None: it must be compiled."""
+        with self._lock:
+            return functools.partial(self._load, name) if self._begun(name) else None
 
     def _load(self, name: str) -> Function:
         with self._lock:
@@ -304,6 +362,14 @@ class Compiler:
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         return int(self._engine.get_function_address(name))
+
+
+def _reduces(source: KernelSource, loops: Loops) -> bool:
+    return bool(source.columns > 1 or loops.columns)
+
+
+def _types(source: KernelSource) -> list[str]:
+    return [str(dtype_of(v)) for v in source.operands]
 
 
 def _own_text() -> str:

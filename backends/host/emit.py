@@ -7,6 +7,7 @@ that computes it by the same loops.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,14 @@ from graphc.backends.host.language import LanguageError
 from graphc.backends.host.mathematics import Mathematics
 from graphc.backends.host.processor import processor
 from graphc.backends.host.series import intrinsic
+from graphc.backends.host.sizes import Formula, Sizes
 
 REORDERED = ("reassoc", "nsz")
+
+_SIZE = re.compile(r"size_(\d+)([ilfd])")
+
+_WORDS = {"i": "int", "l": "INDEX", "f": "float", "d": "double"}
+"""Last letter of the name of a size → its C type."""
 
 _BY_RANK = {rank: kind for kind, (_, rank, _) in KINDS.items() if kind not in ("INDEX", "half_bits", "bfloat_bits", "char")}
 
@@ -32,6 +39,7 @@ class Emitter:
         arrays: name → (pointer, C type of an element).
         functions: makes elementary functions in the module.
         vector: elements that ``EACH`` walks.
+        table: the pointer to the sizes that differ between shapes, and what is in it; None: all are written out.
     """
 
     def __init__(
@@ -40,6 +48,7 @@ class Emitter:
         arrays: Mapping[str, tuple[Any, str]],
         functions: Mathematics,
         vector: int,
+        table: tuple[Any, Sizes] | None = None,
     ) -> None:
         self.builder = builder
         self.vector = vector
@@ -49,6 +58,8 @@ class Emitter:
         self._functions = functions
         self._scopes = [dict[str, tuple[Any, str]]()]
         self.columns: Callable[[Sequence[lang.Statement]], None] | None = None
+        self._table = table
+        self._words: dict[tuple[int, str], Any] = {}  # place in the table, C type → the value
         self._sums = self._loops = 0  # emitted so far
         self._walking = False  # inside EACH
 
@@ -74,6 +85,34 @@ class Emitter:
                 return found
         raise LanguageError(f"unknown name {name!r}")
 
+    def size(self, number: int, *loops: str, by: Formula | None = None) -> Any:
+        """A number that follows from the sizes of ``loops``: read from the table if one of them is there.
+
+        Args:
+            by: gives the number for other sizes; None: nothing does.
+        """
+        if self._table is not None and not self._table[1].loops.keys().isdisjoint(loops):
+            return self._word(self._table[1].of_loops(number, by), "INDEX")
+        return ll.Constant(I64, number)
+
+    def length(self, name: str, size: int) -> Any:
+        """The size of a loop."""
+        return self.size(size, name, by=lambda sizes: sizes[name])
+
+    def write_out(self, loop: str) -> None:
+        """Say that the text is only of this size of a loop."""
+        if self._table is not None and loop in self._table[1].loops:
+            self._table[1].serves = False
+
+    def _word(self, place: int, kind: str) -> Any:
+        """A number of the table, read when the kernel begins."""
+        assert self._table is not None
+        if (place, kind) not in self._words:
+            with self.builder.goto_entry_block():
+                at = self.builder.gep(self._table[0], [ll.Constant(I64, place)], inbounds=True, source_etype=I64)
+                self._words[place, kind] = self.builder.load(at, typ=KINDS[kind][0])
+        return self._words[place, kind]
+
     # Statements -------------------------------------------------------------------------------------------------------
 
     def run(self, statements: Sequence[lang.Statement]) -> None:
@@ -86,7 +125,7 @@ class Emitter:
     def _statement(self, statement: lang.Statement) -> None:
         match statement:
             case lang.Declare(kind, name, None, count):
-                size = self.vector if count == "VECTOR" else int(count or 1)
+                size = self.vector if count == "VECTOR" else self._count(count or "1")
                 kind = "unsigned char" if count and kind == "bool" else kind
                 self._scopes[-1][name] = (self.room(KINDS[kind][0], name, size if count else None), kind)
             case lang.Declare(kind, name, value, None) if value is not None:
@@ -100,6 +139,14 @@ class Emitter:
                 self._block(kind, body)
             case _:
                 raise LanguageError(f"cannot emit {statement}")
+
+    def _count(self, text: str) -> int:
+        """Elements of an array in the kernel's frame, whose size is written out."""
+        size = _SIZE.fullmatch(text) if self._table is not None else None
+        if self._table is None or size is None:
+            return int(text)
+        self._table[1].serves = False
+        return self._table[1].words[int(size[1])]
 
     def _block(self, kind: str, body: Sequence[lang.Statement]) -> None:
         if kind in ("FOR_CHUNKS", "FOR_COLUMNS"):
@@ -215,6 +262,10 @@ class Emitter:
             return Typed(ll.Constant(F32, float("nan")), "float")
         if text == "INFINITY_VALUE":
             return Typed(ll.Constant(F32, float("inf")), "float")
+        size = _SIZE.fullmatch(text) if self._table is not None else None
+        if size is not None:
+            kind = _WORDS[size[2]]
+            return Typed(self._word(int(size[1]), kind), kind)
         place, kind = self.variable(text)
         return Typed(self.builder.load(place, typ=KINDS[kind][0]), kind)
 

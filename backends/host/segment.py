@@ -24,7 +24,7 @@ from graphc.backends.fusion.kernel_source import KernelSource
 from graphc.backends.fusion.op_kernels import ARITHMETIC, OP_KERNELS, is_expression, op_kernel
 from graphc.backends.fusion.rules import losses, normalisation, signals
 from graphc.backends.fusion.rules.decompose import take_apart
-from graphc.backends.host.compiler import HostKernel, compiler
+from graphc.backends.host.compiler import Function, HostKernel, compiler
 from graphc.backends.host.generator import HostGenerator
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.rewrites import rewrite
@@ -72,13 +72,14 @@ class _Rest:
     writes: list[ir.Value]
 
 
-def compile_segment(model: onnx.ModelProto, least: int = 1) -> SegmentCode:
+def compile_segment(model: onnx.ModelProto, least: int = 1, *, varying: bool = False) -> SegmentCode:
     """The parts of a segment in order.
 
     Args:
         model: the segment.
         least: elements that the largest kernel takes at least, unless all operands and results are single numbers: such
             segments, as that of the mean loss, are the same in all models.
+        varying: whether feeds have many shapes; see :meth:`~graphc.backends.host.compiler.Compiler.compile`.
 
     Raises:
         LanguageError: nothing of it can be compiled, or it is too little.
@@ -87,7 +88,7 @@ def compile_segment(model: onnx.ModelProto, least: int = 1) -> SegmentCode:
     least = 1 if _holds_single_numbers(model) or _holds_an_exact_op(model) else least
     while True:
         try:
-            return _Segment(model, least, refused).code()
+            return _Segment(model, least, refused, varying).code()
         except _RefusedError as error:
             refused |= error.ops
 
@@ -98,8 +99,9 @@ def _holds_single_numbers(model: onnx.ModelProto) -> bool:
 
 
 class _Segment:
-    def __init__(self, model: onnx.ModelProto, least: int, refused: set[str]) -> None:
+    def __init__(self, model: onnx.ModelProto, least: int, refused: set[str], varying: bool) -> None:
         self.model = model
+        self._varying = varying
         self.least = least
         self._refused = refused
         self.graph = _prepared(model, least)
@@ -145,7 +147,10 @@ class _Segment:
         generator = HostGenerator(kernel.spec, in_memory)
         nodes = list(_inside(kernel, in_memory))
         try:
-            return [_Kernel(source, compiler().compile(source, loops), nodes) for source, loops in generator.kernels()]
+            return [
+                _Kernel(source, compiler().compile(source, loops, varying=self._varying), nodes)
+                for source, loops in generator.kernels()
+            ]
         except LanguageError:
             ops = {node.op_type for node in nodes} - _ALWAYS
             if not ops:
@@ -180,14 +185,15 @@ class _Segment:
         inputs, outputs = tuple(map(number, self.graph.inputs)), tuple(map(number, self.graph.outputs))
         order = {node: k for k, node in enumerate(self.graph)}
         parts: list[KernelPart | RestPart] = []
-        kernels: dict[str, HostKernel] = {}
+        kernels: dict[str, Callable[[], Function]] = {}
         for part in self.parts:
             own = sorted((node for node in part.nodes if node.op_type != "Constant"), key=lambda node: order[node])
             nodes = tuple(node.name or node.op_type for node in own)
             reads, writes = tuple(map(number, part.reads)), tuple(map(number, part.writes))
             if isinstance(part, _Kernel):
-                kernel = kernels[part.compiled.name] = part.compiled
-                parts.append(KernelPart(kernel.name, kernel.units, kernel.elements, reads, writes, nodes))
+                kernel = part.compiled
+                kernels[kernel.name] = kernel.load
+                parts.append(KernelPart(kernel.name, kernel.units, kernel.elements, reads, writes, nodes, kernel.sizes))
             else:
                 made = in_standard_ops(_model_of(part, self.model)).SerializeToString()
                 parts.append(RestPart(base64.b64encode(made).decode(), reads, writes, nodes))

@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 
 from graphc.backend import Pool, SegmentPart
-from graphc.backends.host.compiler import HostKernel, compiler
+from graphc.backends.host.compiler import Function, compiler
 from graphc.device import Array, Arrays, Run, in_order
 from graphc.plan.arena import Arena
 
@@ -58,7 +58,7 @@ class KernelPart:
     """A compiled kernel.
 
     Attributes:
-        kernel, units, elements: see :class:`~graphc.backends.host.compiler.HostKernel`.
+        kernel, units, elements, sizes: see :class:`~graphc.backends.host.compiler.HostKernel`.
         reads, writes: indices of values.
         nodes: names of the nodes that it computes.
     """
@@ -69,6 +69,7 @@ class KernelPart:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     nodes: tuple[str, ...]
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,14 @@ class SegmentCode:
 
     Attributes:
         inputs, outputs: indices of the segment's own values.
-        kernels: those of the parts, by name, which this process has compiled or found on disk.
+        kernels: what loads those of the parts, by name; this process has compiled them or found them on disk.
     """
 
     places: Sequence[ValuePlace]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     parts: Sequence[Part]
-    kernels: Mapping[str, HostKernel]
+    kernels: Mapping[str, Callable[[], Function]]
 
     def described(self, names: Mapping[str, str]) -> Iterator[SegmentPart]:
         """The parts, each with the segment's nodes that it computes, or of whose composite ops it computes something.
@@ -131,7 +132,7 @@ class SegmentCode:
         runs: list[Run] = []
         for part in self.parts:
             if isinstance(part, KernelPart):
-                runs.append(_bound(self.kernels[part.kernel], [arrays[k] for k in (*part.reads, *part.writes)], pool))
+                runs.append(_bound(self.kernels[part.kernel](), part, [arrays[k] for k in (*part.reads, *part.writes)], pool))
             else:
                 made = onnx.ModelProto.FromString(base64.b64decode(part.model))
                 for node in made.graph.node:
@@ -176,12 +177,12 @@ class SegmentCode:
         found = json.loads(text)
         places = [ValuePlace(**{**held, "shape": tuple(held["shape"])}) for held in found["places"]]
         parts: list[Part] = []
-        kernels: dict[str, HostKernel] = {}
+        kernels: dict[str, Callable[[], Function]] = {}
         for held in found["parts"]:
             kind = _PARTS[held.pop("kind")]
             part = kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in held.items()})
             if isinstance(part, KernelPart):
-                kernel = compiler().kept(part.kernel, part.units, part.elements)
+                kernel = compiler().kept(part.kernel)
                 if kernel is None:
                     return None
                 kernels[part.kernel] = kernel
@@ -199,9 +200,10 @@ def _origin(name: str, names: Mapping[str, str]) -> tuple[str, str]:
     return own, names.get(own, own)
 
 
-def _bound(compiled: HostKernel, arrays: Sequence[Array], pool: Pool) -> Run:
-    addresses = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
-    grain = max(1, GRAIN // max(1, compiled.elements))
-    if compiled.units * compiled.elements < 2 * GRAIN:
-        grain = compiled.units
-    return pool.bind(compiled.load(), (ctypes.addressof(addresses),), compiled.units, grain, held=(addresses, arrays))
+def _bound(kernel: Function, part: KernelPart, arrays: Sequence[Array], pool: Pool) -> Run:
+    operands = [*arrays, np.array(part.sizes, dtype=np.int64)] if part.sizes else arrays
+    addresses = (ctypes.c_void_p * len(operands))(*[a.ctypes.data for a in operands])
+    grain = max(1, GRAIN // max(1, part.elements))
+    if part.units * part.elements < 2 * GRAIN:
+        grain = part.units
+    return pool.bind(kernel, (ctypes.addressof(addresses),), part.units, grain, held=(addresses, operands))

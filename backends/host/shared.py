@@ -45,28 +45,29 @@ class SharedSegment:
     nodes: Mapping[str, str]
 
 
-def shared_segment(model: onnx.ModelProto, least: int) -> SharedSegment:
+def shared_segment(model: onnx.ModelProto, least: int, *, varying: bool = False) -> SharedSegment:
     """The parts of a segment, which equal segments of this process share.
 
     Args:
         model: the segment.
         least: elements that the largest kernel takes at least.
+        varying: whether feeds have many shapes; see :meth:`~graphc.backends.host.compiler.Compiler.compile`.
 
     Raises:
         LanguageError: nothing of it can be compiled, or it is too little.
     """
     plain, values, nodes = _renamed(model)
     text = plain.SerializeToString(deterministic=True)
-    code = (_kept if len(text) <= LONGEST else _made)(text, least)
+    code = (_kept if len(text) <= LONGEST else _made)(text, least, varying)
     if code is None:
         raise LanguageError("nothing of it can be compiled, or it is too little")
     return SharedSegment(code, values, nodes)
 
 
-def _made(text: bytes, least: int) -> SegmentCode | None:
+def _made(text: bytes, least: int, varying: bool) -> SegmentCode | None:
     model = onnx.ModelProto.FromString(text)
     versions = f"{sys.version} {onnx.__version__} {ir.__version__} {np.__version__} {sources_digest().hex()}"
-    name = compiler().name_of("s", versions, str(least), hashlib.sha256(text).hexdigest())
+    name = compiler().name_of("s", versions, f"{least}{varying}", hashlib.sha256(text).hexdigest())
     keeps = len(text) <= LONGEST and bool(sources_digest()) and is_ours(model)
     held = object_files.read_cached(f"{name}.json") if keeps else None
     if held == _NOTHING:
@@ -74,7 +75,7 @@ def _made(text: bytes, least: int) -> SegmentCode | None:
     found = SegmentCode.from_bytes(held) if held is not None else None
     if found is None:
         try:
-            found = compile_segment(model, least)
+            found = compile_segment(model, least, varying=varying)
         except LanguageError:
             found = None
         if keeps:

@@ -137,17 +137,17 @@ class OnnxRuntimeBackend(Backend):
     def repeats(self, node: ir.Node) -> bool:
         return self._fuse and host.repeats(node)
 
-    def prepare_segments(self, models: Sequence[onnx.ModelProto]) -> None:
+    def prepare_segments(self, models: Sequence[onnx.ModelProto], *, varying: bool = False) -> None:
         # the compiler works on the kernels of one segment while the next is cut into kernels
         for model in models:
             with contextlib.suppress(Exception):  # bind_segment meets it again, and its caller names the nodes
-                self._prepared[id(model)] = model, self._parts(model)
+                self._prepared[id(model)] = model, self._parts(model, varying=varying)
 
-    def _parts(self, model: onnx.ModelProto) -> SharedSegment | None:
+    def _parts(self, model: onnx.ModelProto, *, varying: bool = False) -> SharedSegment | None:
         """The parts of a segment; None: nothing in it is computed by a kernel."""
         if self._fuse:
             with contextlib.suppress(LanguageError):
-                return shared_segment(model, self._least)
+                return shared_segment(model, self._least, varying=varying)
         return None
 
     def bind_segment(

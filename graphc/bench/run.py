@@ -77,7 +77,8 @@ def run_scaling(models: Sequence[str], threads: Sequence[int], *, rounds: int, s
 
     Args:
         threads: numbers of threads, one of them 1; all are measured in turn in every round.
-        rounds: number of times all are measured; the median round counts.
+        rounds: number of times all are measured; the fastest round counts, since what else a host runs slows one core of two
+            for seconds at a time, and an efficiency divides two such times.
 
     Raises:
         UsageError: a number below 1, no 1 among them, or more threads than cores.
@@ -99,7 +100,7 @@ def run_scaling(models: Sequence[str], threads: Sequence[int], *, rounds: int, s
                     common = ["--threads", str(count), "--seconds", str(seconds)]
                     found.setdefault(("graphc", count), []).append(_measure("graphc", model, "--file", path, *common)["ms"])
                     found.setdefault(("torch", count), []).append(_measure("torch", model, *common)["ms"])
-            ms = {key: statistics.median(times) for key, times in found.items()}
+            ms = {key: min(times) for key, times in found.items()}
             for count in threads:
                 ours, peer = ms["graphc", count], ms["torch", count]
                 efficiency = ms["graphc", 1] / (count * ours), ms["torch", 1] / (count * peer)

@@ -38,13 +38,13 @@ class StepBinder:
     check: Check | None
     _models: dict[int, onnx.ModelProto] = field(default_factory=dict)
 
-    def prepare(self, steps: Sequence[PlanStep]) -> None:
-        """Let the backend begin to compile the segments among ``steps``."""
+    def prepare(self, steps: Sequence[PlanStep], *, varying: bool) -> None:
+        """Let the backend begin to compile the segments among ``steps``; see :meth:`Backend.prepare_segments`."""
         for step in steps:
             if step.kind == "segment":
                 with contextlib.suppress(Exception):  # bind meets it again, and names the nodes
                     self._models[id(step)] = segment_model(step)
-        self.backend.prepare_segments(list(self._models.values()))
+        self.backend.prepare_segments(list(self._models.values()), varying=varying)
 
     def bind(self, step: PlanStep) -> Run | None:
         """A closure that runs ``step``; None where nothing is to be done.

@@ -63,6 +63,7 @@ class Executor:
         wrap: called as ``wrap(kind, name, run)`` for each step when it is bound, for tracing; its result runs in
             place of ``run``.
         arenas: of the plans that run by turns with this one; None: its arena is its own.
+        varying: whether there are plans of the same graph for other shapes, so that more may follow.
 
     Attributes:
         inputs: the arrays that feeds are copied to, by name.
@@ -84,6 +85,7 @@ class Executor:
         check: bool = True,
         wrap: Wrap | None = None,
         arenas: Arenas | None = None,
+        varying: bool = False,
     ) -> None:
         self.plan = plan
         self.places = places = BufferMap(plan, state, backend.memory, arenas)
@@ -102,7 +104,7 @@ class Executor:
         self.index_ranges = index_ranges(plan.model.graph)
         self.inputs = places.inputs
         self.outputs = places.outputs
-        binder.prepare(plan.steps)
+        binder.prepare(plan.steps, varying=varying)
         bound: list[_Bound] = []
         for k, step in enumerate(plan.steps):
             if step.group is not None and owns_nothing(step.group):

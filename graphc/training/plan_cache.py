@@ -35,6 +35,10 @@ code of kernels among it, stay for the process.
 """
 
 
+FEW = 1
+"""Plans of a graph whose kernels are made for one shape each; those of later ones serve for other shapes too."""
+
+
 class PlanCache:
     """Plans, binds and caches a program's training and evaluation graphs on one worker.
 
@@ -199,6 +203,7 @@ class PlanCache:
                 check=self.check,
                 wrap=self.wrap,
                 arenas=self._arenas,
+                varying=len(self.training if trains else self.evaluation) >= FEW,
             )
         except DeviceMemoryError as error:
             from graphc.report.memory_advice import Case, explain
