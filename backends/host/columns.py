@@ -6,15 +6,19 @@ A block is so short that its own sum is exact to a few roundings, and that the d
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 
 from llvmlite import ir as ll
 
 from graphc.backends.host import language as lang
-from graphc.backends.host.emit import Emitter
+from graphc.backends.host.emit import Emitter, pieces_of, vectors_of
 from graphc.backends.host.generator import Loops
 from graphc.backends.host.kinds import F32, F64, I64
+from graphc.backends.host.sizes import Formula
 
 BLOCK = 4096
 """Columns of a block where a sum has the lanes of vectors: 128 for each of 32."""
@@ -50,10 +54,11 @@ def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None
 
 def _walk(emitter: Emitter, loops: Nest, body: Sequence[lang.Statement], column: Callable[[], None]) -> None:
     longest = BLOCK if emitter.lanes is None else DISTANT
+    adds = _adds(body) and emitter.lanes is None
     sums = _sums_of(body) if depth_of_blocks(loops, longest) is not None else []
     totals = [total for total in (_Total(emitter, target) for target in sums) if total.is_float32]
     if not totals:
-        nest(emitter, loops, column)
+        nest(emitter, loops, column, adds=adds)
         return
 
     def end_of_block() -> None:
@@ -62,7 +67,7 @@ def _walk(emitter: Emitter, loops: Nest, body: Sequence[lang.Statement], column:
 
     for total in totals:
         total.begin()
-    _in_blocks(emitter, loops, longest, column, end_of_block)
+    _in_blocks(emitter, loops, longest, column, end_of_block, adds=adds)
     for total in totals:
         total.end()
 
@@ -75,43 +80,108 @@ def depth_of_blocks(loops: Nest, longest: int) -> int | None:
     return next(k for k in range(len(sizes)) if math.prod(sizes[k + 1 :]) <= longest)
 
 
-def nest(emitter: Emitter, loops: Nest, inside: Callable[[], None]) -> None:
-    """Emit ``inside`` in loops (name, size), the first outermost."""
+def order_of(loops: Nest, vector: int) -> tuple[Hashable, bool]:
+    """What decides in which order a sum over ``loops`` is added up, beside their order; and whether it holds for other sizes.
+
+    LLVM adds up what is less than :data:`FEW` vectors as it likes where it knows their number.
+    """
+    depth = depth_of_blocks(loops, BLOCK if vector == 1 else DISTANT)
+    if vector > 1 or not loops:
+        return depth, True
+    size = loops[-1][1]
+    if depth == len(loops) - 1:
+        steps, _, _, left = _blocks(loops[-1:], BLOCK, {})
+    else:
+        steps, left = size, 0
+    found = [vectors_of(n) for n in (steps, left) if n]
+    return (depth, *found), not any(vectors.few for vectors in found)
+
+
+def nest(emitter: Emitter, loops: Nest, inside: Callable[[], None], *, adds: bool = False) -> None:
+    """Emit ``inside`` in loops (name, size), the first outermost; ``adds``: it adds numbers up in single variables."""
     if not loops:
         inside()
         return
     (name, size), *rest = loops
-    emitter.loop(_number(0), emitter.length(name, size), name, lambda: nest(emitter, rest, inside))
+    if not rest:
+        _innermost(emitter, name, size, [name], lambda sizes: sizes[name], inside, adds=adds)
+        return
+    emitter.loop(_number(0), emitter.length(name, size), name, lambda: nest(emitter, rest, inside, adds=adds))
+
+
+def _innermost(
+    emitter: Emitter, name: str, size: int, loops: Sequence[str], by: Formula, inside: Callable[[], None], *, adds: bool
+) -> None:
+    """Emit a loop with no loop inside, in pieces if its order counts.
+
+    Args:
+        loops, by: see :meth:`Emitter.size`.
+    """
+
+    def end(piece: int) -> ll.Value:
+        return emitter.size(_ends(size, adds)[piece], *loops, by=lambda sizes: _ends(by(sizes), adds)[piece])
+
+    start = _number(0)
+    for k, (passes, vectors) in enumerate(pieces_of(size) if adds else [(size, vectors_of(size))]):
+        stop = end(k)
+        if isinstance(stop, ll.Constant):
+            if passes or not adds:
+                emitter.loop(start, stop, name, inside, vectors=vectors)
+        else:
+            emitter.loop(start, stop, name, inside, vectors=replace(vectors, few=False))
+        start = stop
+
+
+def _ends(size: int, adds: bool) -> list[int]:
+    """Where the pieces of a loop end."""
+    return list(itertools.accumulate(passes for passes, _ in pieces_of(size))) if adds else [size]
 
 
 def _in_blocks(
-    emitter: Emitter, loops: Nest, longest: int, inside: Callable[[], None], end_of_block: Callable[[], None]
+    emitter: Emitter,
+    loops: Nest,
+    longest: int,
+    inside: Callable[[], None],
+    end_of_block: Callable[[], None],
+    *,
+    adds: bool,
 ) -> None:
     (name, size), *rest = loops
     if depth_of_blocks(loops, longest) != 0:
         count = emitter.length(name, size)
-        emitter.loop(_number(0), count, name, lambda: _in_blocks(emitter, rest, longest, inside, end_of_block))
+
+        def within() -> None:
+            _in_blocks(emitter, rest, longest, inside, end_of_block, adds=adds)
+
+        emitter.loop(_number(0), count, name, within)
         return
     names = [name.removesuffix("_part") for name, _ in loops]
 
     def number(which: int) -> ll.Value:
         return emitter.size(_blocks(loops, longest, {})[which], *names, by=lambda sizes: _blocks(loops, longest, sizes)[which])
 
-    def block(start: ll.Value, count: ll.Value) -> None:
+    def block(start: ll.Value, which: int) -> None:
+        """The steps from ``start`` on; ``which``: their number among :func:`_blocks`."""
+
         def step() -> None:
             emitter.define(name, emitter.builder.add(start, emitter.expression(lang.Name(f"{name}_step")).value))
-            nest(emitter, rest, inside)
+            nest(emitter, rest, inside, adds=adds)
 
-        emitter.loop(_number(0), count, f"{name}_step", step)
+        if rest:
+            emitter.loop(_number(0), number(which), f"{name}_step", step)
+        else:
+            count = _blocks(loops, longest, {})[which]
+            by = functools.partial(_blocks, loops, longest)
+            _innermost(emitter, f"{name}_step", count, names, lambda sizes: by(sizes)[which], step, adds=adds)
         end_of_block()
 
     def whole() -> None:
         place = emitter.expression(lang.Name(f"{name}_block")).value
-        block(emitter.builder.mul(place, number(0)), number(0))
+        block(emitter.builder.mul(place, number(0)), 0)
 
     emitter.loop(_number(0), number(1), f"{name}_block", whole)
     if not isinstance(number(3), ll.Constant) or number(3).constant:
-        block(number(2), number(3))
+        block(number(2), 3)
 
 
 def _blocks(loops: Nest, longest: int, sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
@@ -142,6 +212,17 @@ def _sums_of(body: Sequence[lang.Statement]) -> list[lang.Name | lang.Index]:
             case lang.Block(_, inside):
                 found += _sums_of(inside)
     return found
+
+
+def _adds(body: Sequence[lang.Statement]) -> bool:
+    """Whether ``body`` adds or multiplies up numbers."""
+    for statement in body:
+        match statement:
+            case lang.Assign(_, lang.Call("Sum::of" | "Prod::of", _)):
+                return True
+            case lang.Block(_, inside) if _adds(inside):
+                return True
+    return False
 
 
 class _Total:

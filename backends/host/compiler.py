@@ -259,11 +259,12 @@ class Compiler:
 
     def _for_sizes(self, source: KernelSource, loops: Loops) -> tuple[str, tuple[int, ...]]:
         """The name of a kernel that holds for more than one shape, and its table."""
+        added, any_size = columns.order_of(loops.columns, loops.vector)
+        free = [name for name, _ in (*loops.rows, *(loops.columns if any_size else loops.columns[:-1]))]
         with self._lock:
-            body, sizes = self._known.without_sizes(source.body, loops)
+            body, sizes = self._known.without_sizes(source.body, loops, free)
         shape = [(name, None if name in sizes.loops else size) for name, size in (*loops.rows, *loops.columns)]
-        blocks = columns.depth_of_blocks(loops.columns, columns.DISTANT)
-        order = f"{len(loops.rows)}{_reduces(source, loops)}{blocks}{loops.vector}{loops.beside}{loops.parts}"
+        order = f"{len(loops.rows)}{_reduces(source, loops)}{added}{loops.vector}{loops.beside}{loops.parts}"
         key = f"{body}{_types(source)}{shape}{order}"
         known = self._serving.get(key)
         if known is not None:

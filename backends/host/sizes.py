@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from graphc.backends.host.generator import Loops
 
@@ -43,24 +42,28 @@ class Sizes:
     words: list[int] = field(default_factory=list)
     formulas: list[Formula] = field(default_factory=list)
     serves: bool = True
-    _slots: dict[Any, int] = field(default_factory=dict)
+    _slots: dict[Hashable, int] = field(default_factory=dict)
 
     def slot(self, kind: str, text: str) -> int:
         """The place in the table of a number, given as a literal's digits."""
         return self._place((kind, text), _word(kind, text))
 
-    def of_loops(self, number: int, by: Formula | None) -> int:
-        """The place of a number that follows from the sizes of loops; ``by`` gives it for other sizes, if anything does."""
+    def of_loops(self, number: int, by: Formula | None, key: Hashable) -> int:
+        """The place of a number that follows from the sizes of loops.
+
+        Args:
+            by: gives it for other sizes; None: nothing does.
+            key: tells it from others, so that it has one place; None: it is read once.
+        """
+        before = len(self.words)
+        place = self._place((before,) if key is None else key, number)
         if by is None:
             self.serves = False
-            return self._place(len(self.words), number)
-        before = len(self.words)
-        place = self._place((by.__code__, *(str(cell.cell_contents) for cell in by.__closure__ or ())), number)
-        if place == before:
+        elif place == before:
             self.formulas.append(by)
         return place
 
-    def _place(self, key: Any, word: int) -> int:
+    def _place(self, key: Hashable, word: int) -> int:
         if key not in self._slots:
             self._slots[key] = len(self.words)
             self.words.append(word)
@@ -85,11 +88,15 @@ class KnownKernels:
         """Remember a kernel."""
         self._places(body, loops)
 
-    def without_sizes(self, body: str, loops: Loops) -> tuple[str, Sizes]:
-        """The text with names for the numbers that differ, and the table of these."""
+    def without_sizes(self, body: str, loops: Loops, free: Collection[str]) -> tuple[str, Sizes]:
+        """The text with names for the numbers that differ, and the table of these.
+
+        Args:
+            free: the loops whose size may be in the table.
+        """
         differ, found = self._places(body, loops), list(_LITERAL.finditer(body))
-        free = loops.rows + (loops.columns if loops.vector > 1 else [])  # a vector's sum of columns follows their number
-        sizes = Sizes({name: size for k, (name, size) in enumerate(free, len(found)) if k in differ})
+        named = [*loops.rows, *loops.columns]
+        sizes = Sizes({name: size for k, (name, size) in enumerate(named, len(found)) if k in differ and name in free})
         return "".join(_pieces(body, found, differ, sizes)), sizes
 
     def _places(self, body: str, loops: Loops) -> set[int]:

@@ -180,10 +180,12 @@ def prepare(
 
     emulated |= decompose()
     if capabilities.rewrites:
+        rewritten = False
         for step in parse(capabilities.rewrites):
-            PASSES[step.name].function(copy, ctx, **PASSES[step.name].bind(step.options))
-        simplify(copy, ctx)
-        emulated |= decompose()
+            rewritten |= PASSES[step.name].function(copy, ctx, **PASSES[step.name].bind(step.options))
+        if rewritten:
+            simplify(copy, ctx)
+            emulated |= decompose()
     if emulated:
         simplify(copy, ctx)
         narrow_storage(copy.graph)

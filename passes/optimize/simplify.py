@@ -53,12 +53,12 @@ def simplify_graph(graph: ir.Graph) -> bool:
     """Run all simplifications on one graph; returns whether anything changed."""
     any_change = False
     for _ in range(_MAX_SWEEPS):
-        changed = dead_code_elimination(graph)
-        changed |= common_subexpressions(graph)
+        any_change |= dead_code_elimination(graph)
+        changed = common_subexpressions(graph)
         changed |= fold_and_rewrite(graph)
         any_change |= changed
         if not changed:
-            break
+            break  # both have seen the graph without its dead nodes
     any_change |= dead_code_elimination(graph)
     return any_change
 

@@ -37,6 +37,7 @@ class Capture(NamedTuple):
         hooked: whether ``forward`` puts a hook on the gradient of a tensor.
         padded: whether ``forward`` pads a packed sequence to its longest sample.
         checks: the places of the checks of data that were passed.
+        least: the size from which on it holds for all axes but the batch; 0: for any.
     """
 
     program: ExportedProgram
@@ -44,6 +45,7 @@ class Capture(NamedTuple):
     hooked: bool
     padded: bool
     checks: Sequence[str]
+    least: int = 0
 
 
 Axes = Sequence[Mapping[int, str]]
@@ -53,6 +55,10 @@ BATCH = "batch"
 
 _MULTIPLES = range(1, 9)
 """Of the example's batch: what is so for all of them is said of a batch in general, such as that it is even."""
+
+
+_LEAST = (8, 32, 128, 512)
+"""Sizes of other axes from which on a module may be captured where it cannot for all: strides of 2 leave 1 of short ones."""
 
 
 def only_batches(axes: Axes) -> bool:
@@ -86,8 +92,8 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], axes: Axes
             for k, axis in others:
                 torch._check(inputs[k].shape[axis] == inputs[first].shape[its])  # type: ignore[no-untyped-call]
 
-    def captured(tensors: Sequence[torch.Tensor], size: Any = None) -> ExportedProgram:
-        shapes = shapes_of(module, axes, size)
+    def captured(tensors: Sequence[torch.Tensor], size: Any = None, least: int = 0) -> ExportedProgram:
+        shapes = shapes_of(module, axes, size, least)
         return torch.export.export(module, tuple(tensors), dynamic_shapes=shapes, strict=strict)
 
     handle = module.register_forward_pre_hook(share_their_sizes)
@@ -98,13 +104,16 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], axes: Axes
             try:
                 return Capture(captured(tensors), "", forms.hooked, forms.padded, forms.checks)
             except UserError as error:
-                if (
-                    not only_batches(axes)
-                    or error.error_type is not UserErrorType.CONSTRAINT_VIOLATION
-                    or "data-dependent" in str(error)
-                ):
+                if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION or "data-dependent" in str(error):
                     raise
                 reason = error
+            if not only_batches(axes):
+                shortest = min(tensors[k].shape[axis] for name, (*_, (k, axis)) in places.items() if name != BATCH)
+                for least in _LEAST if "specified range" in str(reason) else ():
+                    if least <= shortest:
+                        with contextlib.suppress(UserError):
+                            return Capture(captured(tensors, least=least), "", forms.hooked, forms.padded, forms.checks, least)
+                raise reason
             for example in (tensors, enlarged(tensors, batched)):  # half of two samples is one, which is a constant
                 with contextlib.suppress(Exception):
                     program = captured(example, Dim.AUTO)
@@ -117,11 +126,22 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], axes: Axes
         handle.remove()
 
 
-def shapes_of(module: torch.nn.Module, axes: Axes, size: Any = None) -> Any:
-    """The ``dynamic_shapes`` of a call, by the parameters of ``forward``; ``size``: in place of symbols."""
+def shapes_of(module: torch.nn.Module, axes: Axes, size: Any = None, least: int = 0) -> Any:
+    """The ``dynamic_shapes`` of a call, by the parameters of ``forward``.
+
+    Args:
+        size: in place of symbols.
+        least: the smallest size of axes but the batch; 0: any.
+    """
     if not any(axes):
         return None
-    dims = {symbol: Dim(symbol) if size is None else size for symbols in axes for symbol in symbols.values()}
+
+    def dim(symbol: str) -> Any:
+        if size is not None:
+            return size
+        return Dim(symbol, min=least) if least and symbol != BATCH else Dim(symbol)
+
+    dims = {symbol: dim(symbol) for symbols in axes for symbol in symbols.values()}
     shapes: tuple[Any, ...] = tuple({axis: dims[symbol] for axis, symbol in symbols.items()} or None for symbols in axes)
     kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
     if inspect.Parameter.VAR_POSITIONAL in kinds:

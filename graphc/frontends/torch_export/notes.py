@@ -19,6 +19,7 @@ class Notes(NamedTuple):
         assigned: names of the parameters that train and that ``forward`` assigns to.
         padded: whether ``forward`` pads a packed sequence to its longest sample.
         checks: the places of the checks of data in the module's code, which a graph does not make.
+        least: the size from which on the graph is known to hold, for axes of ``dynamic_axes``; 0: for any.
     """
 
     asked: str = ""
@@ -27,6 +28,7 @@ class Notes(NamedTuple):
     assigned: Sequence[str] = ()
     padded: bool = False
     checks: Sequence[str] = ()
+    least: int = 0
 
 
 def warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Notes) -> None:
@@ -59,6 +61,12 @@ def warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Notes
     if notes.checks:
         warnings.warn(
             f"the checks of data at {', '.join(notes.checks)} are taken to hold: a graph raises no errors", stacklevel=5
+        )
+    if notes.least:
+        warnings.warn(
+            f"{type(module).__name__} was captured for sizes of {notes.least} and more along dynamic_axes: of shorter ones it"
+            " makes a size of 1, which PyTorch's rules treat apart",
+            stacklevel=5,
         )
     for hooked in _hooked(module, notes.hooked):
         warnings.warn(f"the hook on the gradient of {hooked} does not run in graphc", stacklevel=5)

@@ -66,7 +66,7 @@ def translate(
     model: ir.Model = program.model
     still = buffers.collect(model, module, changed)
     marks.define(model)
-    return model, Notes(captured.assumed, captured.hooked, still, assigned, captured.padded, captured.checks)
+    return model, Notes(captured.assumed, captured.hooked, still, assigned, captured.padded, captured.checks, captured.least)
 
 
 def _refuse_lost_gradients(captured: torch.export.ExportedProgram) -> None:
