@@ -58,13 +58,13 @@ def whole_dimensions(spec: KernelSpec) -> tuple[LoopPart, ...]:
 
 
 def loop_variables(spec: KernelSpec, loops: Sequence[LoopPart]) -> list[Variable]:
-    """The variable of each loop: r for rows or c for columns, the dimension, and the step of a part of one."""
-    letters = ["c" if part.dimension in spec.axes else "r" for part in loops]
-    whole = [part.size == spec.shape[part.dimension] for part in loops]
-    return [
-        Variable(f"{letter}{part.dimension}" + ("" if all_of_it else f"by{part.step}"), part.size)
-        for letter, part, all_of_it in zip(letters, loops, whole, strict=True)
-    ]
+    """The variable of each loop: r for rows or c for columns, the dimension, and the number of a part of one."""
+    found = []
+    for k, part in enumerate(loops):
+        letter = "c" if part.dimension in spec.axes else "r"
+        whole = part.size == spec.shape[part.dimension]
+        found.append(Variable(f"{letter}{part.dimension}" + ("" if whole else f"part{k}"), part.size))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

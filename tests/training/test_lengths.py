@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 import graphc
 from graphc import frontends, losses
+from graphc.backends.host import machine_code
 from graphc.errors import ModelError, UsageError
 from graphc.training import plan_cache
 
@@ -124,6 +130,100 @@ def test_the_plan_that_was_used_least_recently_makes_room(monkeypatch: pytest.Mo
     monkeypatch.setattr(plan_cache, "MOST", 100)
     with graphc.Trainer(program, threads=1) as trainer:
         assert found == [trainer.step(fed)["loss"] for fed in feeds]
+
+
+class Strided(nn.Module):
+    """A network of sounds, which sums along the axis of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv1d(2, 8, 5, 2, 2), nn.GroupNorm(2, 8), nn.Conv1d(8, 8, 5, 2, 2)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, sound: Any) -> Any:
+        x = torch.relu(self.second(nn.functional.silu(self.norm(self.first(sound)))))
+        return self.out(torch.cat([x.mean(2)[:, :4], (torch.softmax(x, 2) * x).sum(2)[:, 4:]], 1))
+
+
+def sounds(length: int, label: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {"sound": DRAWN.standard_normal((len(label), 2, length)).astype(np.float32), "label": label}
+
+
+def strided_program(module: nn.Module) -> graphc.Program:
+    loss, optimizer = losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1)
+    with pytest.warns(UserWarning, match="captured for sizes of 8 and more along dynamic_axes"):
+        return graphc.compile(
+            module, example_inputs=(torch.rand(4, 2, 64),), dynamic_axes={"sound": {2: "time"}}, loss=loss, optimizer=optimizer
+        )
+
+
+def test_a_module_with_strides_trains_on_any_length() -> None:
+    """Its convolutions leave a length of 1 of short inputs, of which torch.export says so."""
+    torch.manual_seed(0)
+    module = Strided().train()
+    reference, label = copy.deepcopy(module), np.array([0, 1, 2, 1])
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    with graphc.Trainer(strided_program(module), threads=1) as trainer:
+        for length in (64, 50, 777, 9, 2048, 51):
+            feeds = sounds(length, label)
+            loss = nn.functional.cross_entropy(reference(torch.from_numpy(feeds["sound"])), torch.from_numpy(label))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert trainer.step(feeds)["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processor", ["", "x86-64-v3"])
+def test_a_length_has_the_same_bits_whichever_came_before(processor: str, tmp_path: Path) -> None:
+    """The kernels of the first length are made for it alone, and those of later ones read their sizes from a table."""
+    lengths = (64, 65, 66, 1000, 3, 9, 700, 300, 513, 5000, 20_011, 128, 17, 40)
+    with pytest.warns(UserWarning, match="captured for sizes of 8 and more"):
+        model = frontends.export(Strided(), (torch.rand(4, 2, 64),), dynamic_axes={"sound": {2: "time"}})
+    ir.save(model, tmp_path / "strided.onnx")
+    label = np.array([0, 1, 2, 1, 0, 2, 0, 1])
+    np.savez(tmp_path / "sounds.npz", label=label, **{str(n): sounds(n, label)["sound"] for n in lengths})
+    environment = {**os.environ, **({"GRAPHC_PROCESSOR": processor} if processor else {})}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", LOSSES, str(tmp_path), order], env=environment, check=True, capture_output=True, text=True
+        ).stdout
+        for order in ("first", "later")
+    ]
+    assert found[0] == found[1]
+    assert len(found[0].split()) == 2 * len(lengths)
+
+
+LOSSES = """
+import sys
+import numpy as np
+import graphc
+from graphc.training import plan_cache
+
+folder, order = sys.argv[1:]
+plan_cache.FEW = 1000 if order == "first" else 1
+held = dict(np.load(f"{folder}/sounds.npz"))
+label = held.pop("label")
+loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1)
+program = graphc.compile(f"{folder}/strided.onnx", loss=loss, optimizer=optimizer)
+with graphc.Trainer(program, threads=2) as trainer:
+    for _ in range(2):
+        for sound in held.values():
+            print(float(trainer.step({"sound": sound, "label": label})["loss"]).hex())
+"""
+
+
+def test_later_lengths_need_no_new_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    submit = machine_code.MachineCode.submit
+    monkeypatch.setattr(machine_code.MachineCode, "submit", lambda *a: made.append(a[1]) or submit(*a))  # type: ignore[func-returns-value]
+    with graphc.Trainer(program_of(Dilated()), threads=1) as trainer:
+        for length in (310, 312, 315):
+            trainer.step(batch(length, 8))
+        made.clear()
+        for length in (311, 313, 317, 319):
+            trainer.step(batch(length, 8))
+    assert not made
 
 
 def test_axes_may_be_listed() -> None:

@@ -54,9 +54,9 @@ def test_an_exponential_is_computed_once(name: str, times: int, monkeypatch: pyt
     texts: list[str] = []
     compile_as_before = Compiler.compile
 
-    def compiled(self: Compiler, source, loops):  # type: ignore[no-untyped-def]
+    def compiled(self: Compiler, source, loops, **options):  # type: ignore[no-untyped-def]
         texts.append(source.body)
-        return compile_as_before(self, source, loops)
+        return compile_as_before(self, source, loops, **options)
 
     monkeypatch.setattr(Compiler, "compile", compiled)
     compile_segment(ir.to_proto(model_of(name)))

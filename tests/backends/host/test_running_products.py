@@ -47,9 +47,9 @@ def test_a_running_chain_trains_as_in_pytorch(
     sizes: list[int] = []
     plain = compiler.Compiler.compile
 
-    def noting(own: compiler.Compiler, source: Any, loops: Any) -> Any:
+    def noting(own: compiler.Compiler, source: Any, loops: Any, **options: Any) -> Any:
         sizes.append(source.body.count("\n"))
-        return plain(own, source, loops)
+        return plain(own, source, loops, **options)
 
     monkeypatch.setattr(compiler.Compiler, "compile", noting)
     torch.manual_seed(0)

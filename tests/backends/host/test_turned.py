@@ -32,9 +32,9 @@ def test_a_turned_sum_is_exact(
     loops: list[Any] = []
     plain = compiler.Compiler.compile
 
-    def noting(own: compiler.Compiler, source: Any, made: Any) -> Any:
+    def noting(own: compiler.Compiler, source: Any, made: Any, **options: Any) -> Any:
         loops.append(made)
-        return plain(own, source, made)
+        return plain(own, source, made, **options)
 
     monkeypatch.setattr(compiler.Compiler, "compile", noting)
     turned = [shape[k] for k in perm]

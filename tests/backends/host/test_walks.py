@@ -66,11 +66,11 @@ def test_no_innermost_loop_divides(
     kernels: list[str] = []
     plain = compiler.Compiler.compile
 
-    def noting(own: compiler.Compiler, source: Any, loops: Any) -> Any:
+    def noting(own: compiler.Compiler, source: Any, loops: Any, **options: Any) -> Any:
         kernels.append(source.body)
         inner = ([*loops.rows, *loops.columns] or [("", 0)])[-1][0]
         texts.extend(re.findall(rf"\(\b{inner}\b\) [/%] \d+|\b{inner}\) [/%] \d+", source.body) if inner else [])
-        return plain(own, source, loops)
+        return plain(own, source, loops, **options)
 
     monkeypatch.setattr(compiler.Compiler, "compile", noting)
     torch.manual_seed(0)
