@@ -177,6 +177,11 @@ class Capabilities(Protocol):
         """
         return False
 
+    faster_bfloat16: str = ""
+    """The backend's text with which float32 graphs have products in bfloat16 on this machine, where it only emulates bfloat16;
+    mostly empty.
+    """
+
     def computes_halves(self, node: ir.Node) -> bool:
         """Whether the backend computes the node in half precision; otherwise the plan computes it in float32."""
         return False

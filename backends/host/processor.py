@@ -86,6 +86,12 @@ def multiplies_bfloat16() -> bool:
     return any(features.get(name) for name in ("amx-bf16", "avx512bf16", "bf16"))
 
 
+def copies_to_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 in vectors alone, for which operands are copied."""
+    features = llvm.get_host_cpu_features()
+    return bool(features.get("avx512bf16")) and not features.get("amx-bf16")
+
+
 _TILE_DATA = 18
 """The number of the state that holds AMX's tiles; Linux gives it to processes that ask."""
 

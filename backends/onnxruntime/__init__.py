@@ -115,6 +115,8 @@ class OnnxRuntimeBackend(Backend):
         if bf16_products and library() is None:
             raise UsageError("bf16_products needs oneDNN, which comes with 'pip install graphc[cpu]' on Linux")
         self.pool = ThreadPool(threads, bf16_products=bf16_products and multiplies_bfloat16())
+        if multiplies_bfloat16() and library() is not None:
+            self.faster_bfloat16 = "onnxruntime:bf16_products=true"
         self.memory: Memory = TeamMemory(self.pool)
         self._options = session_options(threads, spin)
         self._alone = session_options(1, spin=False)

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,12 @@ class Trainer:
         with collection_paused():  # modules and graphs that stay, which the collector would traverse
             self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
             self.program = program = replace(program, model=adapted(program.model, self.backend))
+        if self.rank == 0 and (program.arguments.precision or "").partition(":")[0] == "bf16" and self.backend.faster_bfloat16:
+            warnings.warn(
+                f"the {self.backend.name} backend emulates bfloat16 and takes longer than in float32; without precision='bf16',"
+                f" backend={self.backend.faster_bfloat16!r} multiplies bfloat16 on this processor",
+                stacklevel=2,
+            )
         per_node = workers_per_node(program.arguments) if not self.servers and mesh.node == 1 else None
         if per_node is not None:
             mesh = mesh.split(workers_of_a_machine(self.comm) if isinstance(per_node, str) else per_node)

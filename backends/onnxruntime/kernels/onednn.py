@@ -26,7 +26,7 @@ import numpy as np
 from graphc.backend import Pool
 from graphc.backends.host.calls import NativeCall, loaded
 from graphc.backends.host.compiler import compiler
-from graphc.backends.host.processor import processor
+from graphc.backends.host.processor import copies_to_bfloat16, processor
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.device import Run
 
@@ -383,8 +383,18 @@ class ConvolutionPrimitive(Primitive):
         lib.use_threads(before)
 
 
+WORTH_ROUNDING = 100
+"""Rows and columns of a result, together, for each of which it has at least so many elements where copies to bfloat16 pay.
+
+A copy of an element takes as long as a hundred multiplications in bfloat16 save (two Zen 5 cores).
+"""
+
+
 class MatmulPrimitive(Primitive):
     """c = a·b + bias over fixed float32 matrices, or over as many of each.
+
+    Where products may be of bfloat16, oneDNN rounds operands as it reads them on processors with AMX. On those with AVX512-BF16
+    alone it does not: large operands are copied, and with these copies 1024 × 256 by 256 × 1024 takes 0.58 ms in place of 1.07.
 
     Args:
         a: M × K, ``b``: K × N, either of them possibly a transposed view; ``c``: M × N with contiguous rows; all of them
@@ -411,10 +421,21 @@ class MatmulPrimitive(Primitive):
         operands = [(_SRC, a), (_WEIGHTS, b), (_DST, c)]
         layouts = [self._strided(m.shape, [step // m.itemsize for step in m.strides]) for _, m in operands]
         row = self._plain((1, c.shape[1])) if bias is not None else None
+        rows, columns = c.shape[-2:]
+        copied = pool.bf16_products and copies_to_bfloat16() and rows * columns >= WORTH_ROUNDING * (rows + columns)
+        taken = [self._free_choice(m.shape, _BFLOAT16_TYPE) for m in (a, b)] if copied else layouts[:2]
         description = self._create(
-            "dnnl_matmul_primitive_desc_create", lib.engine, layouts[0], layouts[1], row, layouts[2], self._attributes
+            "dnnl_matmul_primitive_desc_create", lib.engine, taken[0], taken[1], row, layouts[2], self._attributes
         )
-        arguments = [(role, self._memory(held, m.ctypes.data)) for (role, m), held in zip(operands, layouts, strict=True)]
+        arguments: list[tuple[int, Handle]] = []
+        for (role, m), held, query in zip(operands, layouts, (_SRC_LAYOUT, _WEIGHTS_LAYOUT, None), strict=True):
+            memory = self._memory(held, m.ctypes.data)
+            if copied and query is not None:
+                wanted = ctypes.c_void_p(lib.query(description, query, 0))
+                copy = self._scratch_memory(wanted)
+                self._copy(held, memory, wanted, copy)
+                memory = copy
+            arguments.append((role, memory))
         if bias is not None and row is not None:
             arguments.append((_BIAS, self._memory(row, bias.ctypes.data)))
         self._call(description, arguments)
