@@ -58,12 +58,16 @@ def whole_dimensions(spec: KernelSpec) -> tuple[LoopPart, ...]:
 
 
 def loop_variables(spec: KernelSpec, loops: Sequence[LoopPart]) -> list[Variable]:
-    """The variable of each loop: r for rows or c for columns, the dimension, and the number of a part of one."""
+    """The variable of each loop: r for rows or c for columns, the dimension, and which part of one, the innermost first.
+
+    Names tell no sizes: kernels that differ in these alone have one text (:mod:`graphc.backends.host.sizes`).
+    """
     found = []
-    for k, part in enumerate(loops):
+    for part in loops:
         letter = "c" if part.dimension in spec.axes else "r"
-        whole = part.size == spec.shape[part.dimension]
-        found.append(Variable(f"{letter}{part.dimension}" + ("" if whole else f"part{k}"), part.size))
+        steps = sorted(other.step for other in loops if other.dimension == part.dimension)
+        which = f"part{steps.index(part.step)}" if len(steps) > 1 else ""
+        found.append(Variable(f"{letter}{part.dimension}{which}", part.size))
     return found
 
 
