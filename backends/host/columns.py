@@ -36,7 +36,7 @@ def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None
         return
     (name, size), *rest = loops.columns
     build, part, steps = emitter.builder, emitter.expression(lang.Name("PART")).value, -(-size // loops.parts)
-    start = build.mul(part, emitter.size(steps, name))
+    start = build.mul(part, _number(steps))
 
     def column() -> None:
         emitter.define(name, build.add(start, emitter.expression(lang.Name(f"{name}_part")).value))
@@ -155,7 +155,7 @@ def _in_blocks(
 
         emitter.loop(_number(0), count, name, within)
         return
-    names = [name.removesuffix("_part") for name, _ in loops]
+    names = [name for name, _ in loops]
 
     def number(which: int) -> ll.Value:
         return emitter.size(_blocks(loops, longest, {})[which], *names, by=lambda sizes: _blocks(loops, longest, sizes)[which])

@@ -57,14 +57,14 @@ class HostKernel:
         load: waits for ``f(address of the array of addresses, first unit, last unit)``, which ctypes calls.
         units: their number.
         elements: of a unit, for the smallest share worth a thread.
-        sizes: words of the table whose address comes behind those of the arrays; none: there is no table.
+        sizes: words of the table whose address comes behind those of the arrays; None: there is no table.
     """
 
     name: str
     load: Callable[[], Function]
     units: int
     elements: int
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] | None = None
 
 
 def module_of(source: KernelSource, loops: Loops, name: str, sizes: Sizes | None = None) -> ll.Module:
@@ -232,9 +232,8 @@ class Compiler:
         self._addresses: dict[str, int] = {}
         self._version = f"{wanted.name}{wanted.features}{llvm.llvm_version_info}{_own_text()}"
         self._known = KnownKernels()
-        self._serving: dict[
-            str, tuple[str, list[Formula]]
-        ] = {}  # text without sizes → kernel, what gives the rest of its table
+        # text without sizes → the kernel, and what gives the rest of its table
+        self._serving: dict[str, tuple[str, list[Formula]]] = {}
 
     def compile(self, source: KernelSource, loops: Loops, *, varying: bool = False) -> HostKernel:
         """Begin to compile a kernel, or find it.
@@ -246,23 +245,25 @@ class Compiler:
             LanguageError: the kernel uses what this target lacks.
         """
         units, elements = units_of(loops, _reduces(source, loops))
-        if varying:
-            name, words = self._for_sizes(source, loops)
-            return HostKernel(name, functools.partial(self._load, name), units, elements, words)
-        with self._lock:
-            self._known.note(source.body, loops)
-        name = self._named("k", f"{source.body}{_types(source)}{loops}")
-        with self._lock:
-            if not self._begun(name):
-                self._submit(name, str(module_of(source, loops, name)))
-        return HostKernel(name, functools.partial(self._load, name), units, elements)
+        name, words = self._for_sizes(source, loops) if varying else ("", None)
+        if words is None:
+            with self._lock:
+                self._known.note(source.body, loops)
+            name = self._named("k", f"{source.body}{_types(source)}{loops}")
+            with self._lock:
+                if not self._begun(name):
+                    self._submit(name, str(module_of(source, loops, name)))
+        return HostKernel(name, functools.partial(self._load, name), units, elements, words)
 
-    def _for_sizes(self, source: KernelSource, loops: Loops) -> tuple[str, tuple[int, ...]]:
-        """The name of a kernel that holds for more than one shape, and its table."""
+    def _for_sizes(self, source: KernelSource, loops: Loops) -> tuple[str, tuple[int, ...] | None]:
+        """The name of a kernel that holds for more than one shape, and its table; None: nothing is known to differ."""
         added, any_size = columns.order_of(loops.columns, loops.vector)
-        free = [name for name, _ in (*loops.rows, *(loops.columns if any_size else loops.columns[:-1]))]
+        held = loops.columns if any_size else loops.columns[:-1]
+        free = [name for name, _ in (*loops.rows, *(held if loops.parts == 1 else ()))]
         with self._lock:
             body, sizes = self._known.without_sizes(source.body, loops, free)
+        if not sizes.words and not sizes.loops:
+            return "", None
         shape = [(name, None if name in sizes.loops else size) for name, size in (*loops.rows, *loops.columns)]
         order = f"{len(loops.rows)}{_reduces(source, loops)}{added}{loops.vector}{loops.beside}{loops.parts}"
         key = f"{body}{_types(source)}{shape}{order}"

@@ -69,7 +69,7 @@ class KernelPart:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     nodes: tuple[str, ...]
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _origin(name: str, names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _bound(kernel: Function, part: KernelPart, arrays: Sequence[Array], pool: Pool) -> Run:
-    operands = [*arrays, np.array(part.sizes, dtype=np.int64)] if part.sizes else arrays
+    operands = [*arrays, np.array(part.sizes, dtype=np.int64)] if part.sizes is not None else arrays
     addresses = (ctypes.c_void_p * len(operands))(*[a.ctypes.data for a in operands])
     grain = max(1, GRAIN // max(1, part.elements))
     if part.units * part.elements < 2 * GRAIN:
