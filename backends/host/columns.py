@@ -35,21 +35,31 @@ def walk(emitter: Emitter, loops: Loops, body: Sequence[lang.Statement]) -> None
         _walk(emitter, loops.columns, body, lambda: emitter.run(body))
         return
     (name, size), *rest = loops.columns
-    build, part, steps = emitter.builder, emitter.expression(lang.Name("PART")).value, -(-size // loops.parts)
-    start = build.mul(part, _number(steps))
+    steps, left = parts_of(size, loops.parts)
+    build, part = emitter.builder, emitter.expression(lang.Name("PART")).value
+    start = build.mul(part, emitter.length(f"{name}_part", steps))
 
-    def column() -> None:
-        emitter.define(name, build.add(start, emitter.expression(lang.Name(f"{name}_part")).value))
-        emitter.run(body)
+    def some(loop: str, count: int) -> None:
+        def column() -> None:
+            emitter.define(name, build.add(start, emitter.expression(lang.Name(loop)).value))
+            emitter.run(body)
 
-    left = size - steps * (loops.parts - 1)
+        _walk(emitter, [(loop, count), *rest], body, column)
+
     if left == steps:
-        _walk(emitter, [(f"{name}_part", steps), *rest], body, column)
+        some(f"{name}_part", steps)
         return
     with build.if_else(build.icmp_signed("<", part, _number(loops.parts - 1))) as (before, last):
-        for branch, count in (before, steps), (last, left):
-            with branch:
-                _walk(emitter, [(f"{name}_part", count), *rest], body, column)
+        with before:
+            some(f"{name}_part", steps)
+        with last:
+            some(f"{name}_last", left)
+
+
+def parts_of(size: int, parts: int) -> tuple[int, int]:
+    """Steps of a part of a loop, and of the last part."""
+    steps = -(-size // parts)
+    return steps, size - steps * (parts - 1)
 
 
 def _walk(emitter: Emitter, loops: Nest, body: Sequence[lang.Statement], column: Callable[[], None]) -> None:
@@ -80,11 +90,20 @@ def depth_of_blocks(loops: Nest, longest: int) -> int | None:
     return next(k for k in range(len(sizes)) if math.prod(sizes[k + 1 :]) <= longest)
 
 
-def order_of(loops: Nest, vector: int) -> tuple[Hashable, bool]:
-    """What decides in which order a sum over ``loops`` is added up, beside their order; and whether it holds for other sizes.
+def order_of(loops: Loops) -> tuple[Hashable, bool]:
+    """What decides in which order the columns are added up, beside the order of their loops; whether it holds for other sizes.
 
     LLVM adds up what is less than :data:`FEW` vectors as it likes where it knows their number.
     """
+    if loops.parts == 1:
+        return _order_of(loops.columns, loops.vector)
+    (name, size), *rest = loops.columns
+    steps, left = parts_of(size, loops.parts)
+    orders = [_order_of([(name, count), *rest], loops.vector) for count in (steps, left)]
+    return (left == steps, *(order for order, _ in orders)), all(free for _, free in orders)
+
+
+def _order_of(loops: Nest, vector: int) -> tuple[Hashable, bool]:
     depth = depth_of_blocks(loops, BLOCK if vector == 1 else DISTANT)
     if vector > 1 or not loops:
         return depth, True

@@ -257,13 +257,16 @@ class Compiler:
 
     def _for_sizes(self, source: KernelSource, loops: Loops) -> tuple[str, tuple[int, ...] | None]:
         """The name of a kernel that holds for more than one shape, and its table; None: nothing is known to differ."""
-        added, any_size = columns.order_of(loops.columns, loops.vector)
-        held = loops.columns if any_size else loops.columns[:-1]
-        free = [name for name, _ in (*loops.rows, *(held if loops.parts == 1 else ()))]
+        added, any_size = columns.order_of(loops)
+        free = [name for name, _ in (*loops.rows, *(loops.columns if any_size else loops.columns[:-1]))]
         with self._lock:
             body, sizes = self._known.without_sizes(source.body, loops, free)
         if not sizes.words and not sizes.loops:
             return "", None
+        if loops.parts > 1 and loops.columns[0][0] in sizes.loops:
+            (divided, size), *_ = loops.columns
+            steps, left = columns.parts_of(size, loops.parts)
+            sizes.loops |= {f"{divided}_part": steps, f"{divided}_last": left}
         shape = [(name, None if name in sizes.loops else size) for name, size in (*loops.rows, *loops.columns)]
         order = f"{len(loops.rows)}{_reduces(source, loops)}{added}{loops.vector}{loops.beside}{loops.parts}"
         key = f"{body}{_types(source)}{shape}{order}"

@@ -32,13 +32,13 @@ class Sizes:
     """The table of a kernel.
 
     Attributes:
-        loops: the loops whose size is in the table → their sizes.
+        loops: the loops whose size is in the table, and parts of these → their sizes.
         words: the table's words; a float lies in the low bits of one.
         formulas: of the last words.
         serves: whether the kernel is the same for all sizes whose text is the same, so that ``formulas`` give its table.
     """
 
-    loops: Mapping[str, int] = field(default_factory=dict)
+    loops: dict[str, int] = field(default_factory=dict)
     words: list[int] = field(default_factory=list)
     formulas: list[Formula] = field(default_factory=list)
     serves: bool = True
