@@ -155,6 +155,11 @@ class Capabilities(Protocol):
     empty.
     """
 
+    faster_bfloat16: str = ""
+    """The text that selects this backend with products in bfloat16, for a backend that otherwise emulates bfloat16 on a machine
+    that multiplies it; mostly empty.
+    """
+
     separate: int | None = None
     """Neighbouring nodes become segments of their own unless they share a value of at least this many bytes
     (:mod:`graphc.plan.apart`). None: neighbours always form one segment, which suits a runtime that takes long to start one.
@@ -176,11 +181,6 @@ class Capabilities(Protocol):
         store that (:mod:`graphc.plan.rematerialise`). A runtime that passes through memory for every op says no.
         """
         return False
-
-    faster_bfloat16: str = ""
-    """The backend's text with which float32 graphs have products in bfloat16 on this machine, where it only emulates bfloat16;
-    mostly empty.
-    """
 
     def computes_halves(self, node: ir.Node) -> bool:
         """Whether the backend computes the node in half precision; otherwise the plan computes it in float32."""

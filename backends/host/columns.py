@@ -15,9 +15,10 @@ from dataclasses import replace
 from llvmlite import ir as ll
 
 from graphc.backends.host import language as lang
-from graphc.backends.host.emit import Emitter, pieces_of, vectors_of
+from graphc.backends.host.emit import Emitter
 from graphc.backends.host.generator import Loops
 from graphc.backends.host.kinds import F32, F64, I64
+from graphc.backends.host.loop_vectors import pieces_of, vectors_of
 from graphc.backends.host.sizes import Formula
 
 BLOCK = 4096
@@ -93,7 +94,7 @@ def depth_of_blocks(loops: Nest, longest: int) -> int | None:
 def order_of(loops: Loops) -> tuple[Hashable, bool]:
     """What decides in which order the columns are added up, beside the order of their loops; whether it holds for other sizes.
 
-    LLVM adds up what is less than :data:`FEW` vectors as it likes where it knows their number.
+    LLVM adds up less than ``FEW`` vectors in an order of its own where it knows their number, so that number is written out.
     """
     if loops.parts == 1:
         return _order_of(loops.columns, loops.vector)

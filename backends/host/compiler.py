@@ -247,10 +247,9 @@ class Compiler:
         units, elements = units_of(loops, _reduces(source, loops))
         name, words = self._for_sizes(source, loops) if varying else ("", None)
         if words is None:
-            with self._lock:
-                self._known.note(source.body, loops)
             name = self._named("k", f"{source.body}{_types(source)}{loops}")
             with self._lock:
+                self._known.note(source.body, loops)
                 if not self._begun(name):
                     self._submit(name, str(module_of(source, loops, name)))
         return HostKernel(name, functools.partial(self._load, name), units, elements, words)

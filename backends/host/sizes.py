@@ -22,6 +22,7 @@ _KINDS = {"": "i", "f": "f", "F": "f", "ll": "l", "LL": "l"}
 """Suffix of a literal that a name may stand for → the last letter of that name; without a suffix a fraction has ``d``."""
 
 _DIVIDED = re.compile(r"[/%]\s*\(?\s*$")
+"""The text before a divisor, which stays: LLVM divides by a constant with multiplications, and by a variable more slowly."""
 
 Formula = Callable[[Mapping[str, int]], int]
 """A number by the sizes of the loops."""
@@ -117,7 +118,7 @@ def _pieces(body: str, found: Sequence[re.Match[str]], differ: set[int], sizes: 
         whole = digits.isdigit()
         kind = _KINDS.get(suffix, "") if whole or suffix else "d"
         if not kind or (kind in "il" and (not whole or _DIVIDED.search(body, max(0, match.start() - 4), match.start()))):
-            continue  # a division by a number that is written out is multiplications
+            continue
         yield body[end : match.start()]
         yield f"size_{sizes.slot(kind, digits)}{kind}"
         end = match.end()

@@ -384,9 +384,10 @@ class ConvolutionPrimitive(Primitive):
 
 
 WORTH_ROUNDING = 100
-"""Rows and columns of a result, together, for each of which it has at least so many elements where copies to bfloat16 pay.
+"""Operands are copied to bfloat16 if the result has rows · columns ≥ ``WORTH_ROUNDING`` · (rows + columns).
 
-A copy of an element takes as long as a hundred multiplications in bfloat16 save (two Zen 5 cores).
+The product of M × K by K × N saves time in proportion to M·N·K, and its copies take time in proportion to (M + N)·K: on two
+Zen 5 cores, copying an element takes as long as a hundred multiplications save.
 """
 
 

@@ -64,8 +64,8 @@ def warn(module: torch.nn.Module, recorded: Collection[int | None], notes: Notes
         )
     if notes.least:
         warnings.warn(
-            f"{type(module).__name__} was captured for sizes of {notes.least} and more along dynamic_axes: of shorter ones it"
-            " makes a size of 1, which PyTorch's rules treat apart",
+            f"{type(module).__name__} was captured for sizes of {notes.least} and more along dynamic_axes: with shorter"
+            " inputs some tensor inside it has a size of 1, which PyTorch may compute differently",
             stacklevel=5,
         )
     for hooked in _hooked(module, notes.hooked):
