@@ -102,7 +102,7 @@ class OnnxRuntimeBackend(Backend):
     # an Einsum that is no product before its sizes are known may be one afterwards
     rewrites = ",".join(
         (
-            "rows,einsum",
+            "rows,einsum,recurrent_layers",
             f"kept_taps{{taps={WINDOW_TAPS},row={MOST_TAPS},step={LONGEST_STEP}}}",
             f"permuted_products{{narrowest={NARROWEST}}}",
         )

@@ -110,20 +110,22 @@ def recurrent_training(k: Binding) -> Run:
     time, batch, _ = projected.shape
     layer = _Layer(k, r, batch, transposed=True)
     states = np.zeros((count, batch, hidden), dtype=np.float32)
-    kept_shape = (time, batch, count, hidden)
 
-    def made(index: int, shape: tuple[int, ...]) -> Array:
+    def made(index: int, shape: tuple[int, ...], steps: int = 1) -> Array:
+        """An output with this shape, of ``steps`` steps where something reads it, and else of one."""
         found = optional(k.outputs, index)
-        return np.empty(shape, dtype=np.float32) if found is None else found.reshape(shape)
+        if found is None:
+            return np.empty(shape, dtype=np.float32)
+        return found.reshape(steps * shape[0], *shape[1:])
 
-    last_h, gates = made(1, states.shape), made(2, (time, batch, count, wide))
+    last_h, gates = made(1, states.shape), made(2, (1, batch, count, wide), time)
     last_c = made(4, states.shape) if layer.cell == loops.LSTM else states
-    kept = _NOTHING if layer.cell in (loops.TANH, loops.RELU) else made(3, kept_shape)
+    kept = _NOTHING if layer.cell in (loops.TANH, loops.RELU) else made(3, (1, batch, count, hidden), time)
     arguments = (
         layer.cell,
         layer.backward,
         layer.parts,
-        projected.reshape(gates.shape),
+        projected.reshape(time, batch, count, wide),
         _NO_LENGTHS if lengths is None else lengths,
         *layer.panels,
         np.zeros((count, hidden), dtype=np.float32) if bias is None else bias,

@@ -32,6 +32,7 @@ def forward(
     """Run the steps of some shares.
 
     projected, gates: time × batch × directions × gates·hidden. kept: time × batch × directions × hidden (an RNN: empty).
+    The time of gates and kept may be one, where no gradient reads them: a step then writes over those of the step before.
     lengths: batch, or empty. packed: the panels of rᵀ (see :mod:`.products`), for a GRU those of its first two gates;
     packed_new: of the third.
     bias: directions × hidden. work: shares × rows × padded gates. split: scratch of each share for products on tiles, or empty.
@@ -45,6 +46,7 @@ def forward(
     of_h, of_c, of_bias = h.ctypes.data, c.ctypes.data, bias.ctypes.data
     columns, new_columns = packed.shape[1], packed_new.shape[1]
     of_r, of_new = packed.ctypes.data, packed_new.ctypes.data
+    keeps_gates, keeps_cells = gates.shape[0] == time, kept.size > 0 and kept.shape[0] == time
     if split.size > 0:
         configure_tiles()
     for share in range(start, stop):
@@ -55,18 +57,19 @@ def forward(
         state = of_h + (d * batch + first) * to_kept
         for step in range(time):
             t = time - 1 - step if backward[d] else step
+            of_step, of_cells = (t if keeps_gates else 0) * batch, (t if keeps_cells else 0) * batch
             _multiply(tiles, state, to_kept, of_r + d * packed.strides[0], columns, n, of_work, ld, last - first)
             for b in range(first, last):
-                at = (t * batch + b) * count + d
-                x, g, k = of_x + at * line, of_gates + at * line, of_kept + at * to_kept
+                x = of_x + ((t * batch + b) * count + d) * line
+                g, k = of_gates + ((of_step + b) * count + d) * line, of_kept + ((of_cells + b) * count + d) * to_kept
                 p, out = of_work + (b - first) * ld, of_y + ((t * count + d) * batch + b) * to_kept
                 before = of_h + (d * batch + b) * to_kept
                 if lengths.size > 0 and t >= lengths[b]:
                     for j in range(n):
                         y[t, d, b, j] = 0.0
-                    for j in range(wide):
+                    for j in range(wide if keeps_gates else 0):
                         gates[t, b, d, j] = 0.0
-                    for j in range(n if kept.size > 0 else 0):
+                    for j in range(n if keeps_cells else 0):
                         kept[t, b, d, j] = 0.0
                 elif cell == LSTM:
                     row.lstm(n, (x, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
@@ -79,13 +82,13 @@ def forward(
                 else:
                     row.relu(n, (x, p, g, before, out))
             if cell == GRU:
-                place = of_kept + ((t * batch + first) * count + d) * to_kept
+                place = of_kept + ((of_cells + first) * count + d) * to_kept
                 new = of_new + d * packed_new.strides[0]
                 _multiply(tiles, place, count * to_kept, new, new_columns, n, of_work, ld, last - first)
                 for b in range(first, last):
                     if lengths.size == 0 or t < lengths[b]:
-                        at = (t * batch + b) * count + d
-                        x, g, p = of_x + at * line, of_gates + at * line, of_work + (b - first) * ld
+                        x = of_x + ((t * batch + b) * count + d) * line
+                        g, p = of_gates + ((of_step + b) * count + d) * line, of_work + (b - first) * ld
                         out = of_y + ((t * count + d) * batch + b) * to_kept
                         row.gru(n, (x, p, g, of_h + (d * batch + b) * to_kept, out))
     if split.size > 0:

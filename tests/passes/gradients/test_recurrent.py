@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from graphc.backend import make_backend
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import replace_nodes
@@ -17,6 +18,8 @@ from graphc.ir.ops.recurrent_training import training_form
 from graphc.ir.text import from_text
 from graphc.ir.verify import verify_model
 from graphc.passes.gradients.reverse_mode import differentiate
+from graphc.plan.specialise import prepare
+from graphc.training.inference import run_model
 from tests.gradient_check import Array, Run, check_gradient, gradients, new_model, normal, on_onnxruntime, reference
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -67,13 +70,14 @@ def layer(
     peepholes: bool = False,
     layout: int = 0,
     symbolic: int = 0,
+    time: int = TIME,
     **attributes: Any,
 ) -> tuple[ir.Model, dict[str, Array]]:
     """A model of one recurrent node, and feeds for its inputs."""
     count, gates = 2 if direction == "bidirectional" else 1, GATES[kind]
     state = (BATCH, count, HIDDEN) if layout else (count, BATCH, HIDDEN)
     shapes = {
-        "x": (BATCH, TIME, INPUT) if layout else (TIME, BATCH, INPUT),
+        "x": (BATCH, time, INPUT) if layout else (time, BATCH, INPUT),
         "w": (count, gates * HIDDEN, INPUT),
         "r": (count, gates * HIDDEN, HIDDEN),
         **({"b": (count, 2 * gates * HIDDEN)} if bias else {}),
@@ -109,6 +113,25 @@ def expanded(model: ir.Model) -> ir.Model:
 def as_scan(model: ir.Model) -> Run:
     """In float64 by way of the Scan: ``onnx.reference`` leaves out lengths, activations and clipping."""
     return reference(expanded(model))
+
+
+STEPS = [(kind, {"lengths": [1, 0, 1], "bias": False, "initial": False, "time": 1}) for kind in GATES]
+
+
+@pytest.mark.parametrize("case", [*CASES, *STEPS], ids=label)
+def test_inference_computes_what_onnxruntime_does(case: tuple[str, dict[str, Any]]) -> None:
+    model, feeds = layer(case[0], dtype=np.float32, **case[1])
+    plain = not {"clip", "peepholes", "input_forget"} & case[1].keys() and case[1].get("activations", ["Relu"]) == ["Relu"]
+    assert plain == (prepared(model, feeds) == "RecurrentTraining")
+    found = run_model(model, feeds, "onnxruntime", threads=1)
+    for name, array in on_onnxruntime(model)(feeds).items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def prepared(model: ir.Model, feeds: dict[str, Array]) -> str:
+    """Which op computes the layer in a plan of the CPU backend."""
+    ready = prepare(model, {name: array.shape for name, array in feeds.items()}, make_backend("onnxruntime", threads=1))
+    return next(node.op_type for node in ready.graph if node.op_type in (*GATES, "RecurrentTraining"))
 
 
 @pytest.mark.full
