@@ -105,6 +105,7 @@ class OnnxRuntimeBackend(Backend):
             "rows,einsum,recurrent_layers",
             f"kept_taps{{taps={WINDOW_TAPS},row={MOST_TAPS},step={LONGEST_STEP}}}",
             f"permuted_products{{narrowest={NARROWEST}}}",
+            "epilogues",
         )
     )
 

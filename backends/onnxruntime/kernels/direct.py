@@ -27,6 +27,7 @@ from graphc.backends.onnxruntime.kernels.direct_plans import (
     size_of,
     threads_for,
 )
+from graphc.backends.onnxruntime.kernels.epilogues import BETWEEN, ConvEpilogue, activate_line, between
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.lines import copy_padded_line, filled, line1
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
@@ -52,8 +53,8 @@ products14, products24, products34, products44 = (added_products(rows, 4) for ro
 products15, products25, products35, products45 = (added_products(rows, 5) for rows in range(1, 5))
 
 
-def convolve(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, window: Window, group: int) -> Run:
-    """y = Conv(x, w, bias) over one to three axes of space, for float32."""
+def convolve(pool: Pool, x: Array, w: Array, epilogue: ConvEpilogue, y: Array, window: Window, group: int) -> Run:
+    """y = Conv(x, w), and what follows, over one to three axes of space, for float32."""
     images, results, window = _in_space(x), _in_space(y), lifted(window)
     threads = threads_for(y, w, pool.threads)
     blocks = blocks_of(len(x), group, w.shape[1], len(w) // group, size_of(y), window, threads)
@@ -63,11 +64,10 @@ def convolve(pool: Pool, x: Array, w: Array, bias: Array | None, y: Array, windo
     parts = max(1, min(threads, regions.units))
     scratchpad_of(pool).reserve(each * parts)
     sizes = np.array([regions.units, parts, each, 4 * regions.size, wide], dtype=np.int64)
-    first = np.zeros(len(w), dtype=np.float32) if bias is None else bias
     weights, cell = w.reshape(len(w), -1), scratchpad_of(pool).cell
-    return pool.bind(
-        _convolve, (images, weights, first, results, regions.cuts, regions.copies, sizes, regions.offsets, cell), parts
-    )
+    follows = (*epilogue.vectors(len(w)), epilogue.others(results), *epilogue.numbers())
+    arguments = (images, weights, *follows, results, regions.cuts, regions.copies, sizes, regions.offsets, cell)
+    return pool.bind(_convolve, arguments, parts)
 
 
 def weight_gradient(pool: Pool, x: Array, dy: Array, dw: Array, window: Window, group: int) -> Run:
@@ -154,12 +154,13 @@ def _sum_taps(rows, w, w_row, x, offsets, depth, y, y_row, first, last):
 
 
 @jit
-def _convolve(x, w, bias, y, cuts, copies, sizes, offsets, cell, start, stop):
+def _convolve(x, w, scale, shift, others, code, alpha, beta, y, cuts, copies, sizes, offsets, cell, start, stop):
     group, deep, height, width, rows, columns, pitch, down, across = cuts
     units, parts, each, of_results, wide = sizes
     channels, outs, depth = x.shape[1] // group, w.shape[0] // group, w.shape[1]
     tiles = (outs + MOST_ROWS - 1) // MOST_ROWS
-    few, more = outs // tiles, outs % tiles
+    few, more, infinity = outs // tiles, outs % tiles, np.float32(np.inf)
+    least, most = (alpha, beta) if code == BETWEEN else (-infinity, infinity)
     for part in range(start, stop):
         region = cell[0] + part * each
         made = region + of_results
@@ -178,12 +179,19 @@ def _convolve(x, w, bias, y, cuts, copies, sizes, offsets, cell, start, stop):
                     _sum_taps(tall, of_w, 4 * depth, region, offsets.ctypes.data, depth, made + 4 * m * wide, 4 * wide, p, end)
                     m += tall
             for m in range(outs):
-                first = bias[g * outs + m]
+                factor, added = scale[g * outs + m], shift[g * outs + m]
                 for u in range(high):
                     source = array_of(floats_at(made + 4 * (m * wide + u * pitch)), (across_here,))
                     row = array_of(floats_at(y[n, g * outs + m, z, top + u, left:].ctypes.data), (across_here,))
-                    for v in range(across_here):
-                        row[v] = source[v] + first
+                    if others.size > 0:
+                        other = array_of(floats_at(others[n, g * outs + m, z, top + u, left:].ctypes.data), (across_here,))
+                        for v in range(across_here):
+                            row[v] = between(factor * source[v] + added + other[v], least, most)
+                    else:
+                        for v in range(across_here):
+                            row[v] = between(factor * source[v] + added, least, most)
+                    if code != BETWEEN:
+                        activate_line(row, code, alpha, beta)
 
 
 @jit

@@ -28,6 +28,7 @@ from graphc.backends.host.calls import NativeCall, loaded
 from graphc.backends.host.compiler import compiler
 from graphc.backends.host.processor import copies_to_bfloat16, processor
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.backends.onnxruntime.vectors.functions import LANES
 from graphc.device import Run
 
 Handle: TypeAlias = "ctypes.c_void_p"
@@ -42,12 +43,16 @@ _SRC, _DST, _WEIGHTS, _BIAS = 1, 17, 33, 41
 _DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS = 129, 145, 161
 _SCRATCHPAD, _SCRATCHPAD_LAYOUT, _OF_THE_CALLER = 80, 136, 1
 _STRICT, _BFLOAT16 = 0, 1
+_SUM, _PRODUCT = 0x1FFF0, 0x1FFF1
+_POST_OP, _OPERAND = 32768, 2
 
 _DESTROYERS = (
     (r"dnnl_memory_desc_create\w*", "dnnl_memory_desc_destroy"),
     (r"dnnl_\w+_primitive_desc_create", "dnnl_primitive_desc_destroy"),
     (r"dnnl_primitive_create", "dnnl_primitive_destroy"),
     (r"dnnl_memory_create", "dnnl_memory_destroy"),
+    (r"dnnl_primitive_attr_create", "dnnl_primitive_attr_destroy"),
+    (r"dnnl_post_ops_create", "dnnl_post_ops_destroy"),
 )
 
 _Dims = ctypes.c_int64 * 12
@@ -74,6 +79,7 @@ class OneDNN:
             ("dnnl_memory_desc_equal", integer, (pointer, pointer)),
             ("dnnl_primitive_execute", integer, (pointer, pointer, integer, pointer)),
             ("dnnl_memory_set_data_handle", integer, (pointer, pointer)),
+            ("dnnl_post_ops_append_binary", integer, (pointer, integer, pointer)),
             ("omp_set_num_threads", None, (integer,)),
             ("omp_get_max_threads", integer, ()),
         ):
@@ -94,8 +100,22 @@ class OneDNN:
         # use after free there. So the caller gives the memory.
         self.attributes = {low: self.create("dnnl_primitive_attr_create") for low in (False, True)}
         for low, attributes in self.attributes.items():
-            self._lib.dnnl_primitive_attr_set_scratchpad_mode(attributes, _OF_THE_CALLER)
-            self._lib.dnnl_primitive_attr_set_fpmath_mode(attributes, _BFLOAT16 if low else _STRICT)
+            self.set_modes(attributes, low=low)
+
+    def set_modes(self, attributes: Handle, *, low: bool) -> None:
+        """Let the caller give the scratchpad of primitives with these attributes; ``low``: products may be of bfloat16."""
+        self._lib.dnnl_primitive_attr_set_scratchpad_mode(attributes, _OF_THE_CALLER)
+        self._lib.dnnl_primitive_attr_set_fpmath_mode(attributes, _BFLOAT16 if low else _STRICT)
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Call a C function that changes an object.
+
+        Raises:
+            OneDnnError: it failed.
+        """
+        status = getattr(self._lib, function)(*arguments)
+        if status:
+            raise OneDnnError(f"{function} failed with status {status}")
 
     def _region_functions(self) -> tuple[int, int, int] | None:
         """Addresses of OpenMP's functions: run a region, number of the calling thread in it, number of its threads."""
@@ -205,6 +225,10 @@ def _primitives_runner() -> int:
     return compiler().address_of("primitives", lambda name: _PRIMITIVES.format(name=name))
 
 
+ROWS_PAY = LANES == 16
+"""Whether products scale and shift each row in less time than a sweep behind them: for AVX2 they take up to twice as long."""
+
+
 class Primitive:
     """An operation over fixed float32 arrays, with copies to and from the layouts that oneDNN chose.
 
@@ -213,7 +237,7 @@ class Primitive:
     """
 
     def __init__(self, lib: OneDNN, arrays: Sequence[np.ndarray[Any, Any] | None], pool: Pool) -> None:
-        self._lib, self._threads, self._scratch = lib, pool.threads, scratchpad_of(pool)
+        self._lib, self._pool, self._threads, self._scratch = lib, pool, pool.threads, scratchpad_of(pool)
         self._attributes = lib.attributes[pool.bf16_products]
         self._alive: list[Any] = list(arrays)
         self._objects: list[tuple[str, Handle]] = []
@@ -244,6 +268,30 @@ class Primitive:
 
     def _memory(self, layout: Handle, address: int | None) -> Handle:
         return self._create("dnnl_memory_create", layout, self._lib.engine, ctypes.c_void_p(address))
+
+    def _scaled(
+        self, scale: np.ndarray[Any, Any] | None, shift: np.ndarray[Any, Any] | None, vector: Sequence[int]
+    ) -> tuple[Handle, list[tuple[int, Handle]]]:
+        """Attributes of a primitive that multiplies its results by ``scale`` and adds ``shift``, and these as its operands.
+
+        An activation would be no gain: a sweep over results that lie in the cache takes as long, and the library's ReLU makes 0
+        of NaN, which hides that a run diverges.
+
+        Args:
+            vector: shape of both, of as many axes as the result.
+        """
+        lib = self._lib
+        attributes, steps = self._create("dnnl_primitive_attr_create"), self._create("dnnl_post_ops_create")
+        lib.set_modes(attributes, low=self._pool.bf16_products)
+        operands: list[tuple[int, Handle]] = []
+        for kind, array in ((_PRODUCT, scale), (_SUM, shift)):
+            if array is not None:
+                layout = self._plain(vector)
+                lib.call("dnnl_post_ops_append_binary", steps, kind, layout)
+                operands.append((_POST_OP * (len(operands) + 1) | _OPERAND, self._memory(layout, array.ctypes.data)))
+                self._alive.append(array)
+        lib.call("dnnl_primitive_attr_set_post_ops", attributes, steps)
+        return attributes, operands
 
     def _scratch_memory(self, layout: Handle) -> Handle:
         memory = self._memory(layout, None)
@@ -300,8 +348,9 @@ class ConvolutionPrimitive(Primitive):
     """One of the three primitives of a convolution over fixed float32 arrays.
 
     Args:
-        kind: ``"forward"`` (y from x, w, bias), ``"input"`` (x from w, y) or ``"weight"`` (w from x, y).
+        kind: ``"forward"`` (y from x, w), ``"input"`` (x from w, y) or ``"weight"`` (w from x, y).
         x: N × C × in; ``w``: M × C/group × kernel; ``y``: N × M × out; C-contiguous; the third named is written.
+        bias, scale: of the forward kind, scale · y + bias for each channel.
         blocked: let oneDNN choose layouts and copy to and from them; else it works on the arrays as they are.
         rounded: as ``blocked``, and the copies round what is read to bfloat16.
 
@@ -318,6 +367,7 @@ class ConvolutionPrimitive(Primitive):
         y: np.ndarray[Any, Any],
         bias: np.ndarray[Any, Any] | None = None,
         *,
+        scale: np.ndarray[Any, Any] | None = None,
         group: int,
         strides: Sequence[int],
         dilations: Sequence[int],
@@ -338,6 +388,10 @@ class ConvolutionPrimitive(Primitive):
             src, weights, dst = map(self._free_choice, shapes, kinds)
         else:
             src, weights, dst = map(self._free_choice if blocked else self._plain, shapes)
+        attributes, vectors = self._attributes, list[tuple[int, Handle]]()
+        if scale is not None:
+            attributes, vectors = self._scaled(scale, bias, (1, w.shape[0], *(1 for _ in range(n))))
+            bias = None
         bias_layout = self._plain(bias.shape) if bias is not None else None
         given = (src, weights, bias_layout, dst)
         if rounded and kind != "forward":  # the forward primitive that a gradient asks for has results of its own
@@ -345,7 +399,7 @@ class ConvolutionPrimitive(Primitive):
             given = (low[0], low[1], bias_layout, low[2])
         forward = self._create(
             "dnnl_convolution_forward_primitive_desc_create",
-            *(lib.engine, _FORWARD_TRAINING, _DIRECT, *given, *geometry, self._attributes),
+            *(lib.engine, _FORWARD_TRAINING, _DIRECT, *given, *geometry, attributes),
         )
         if kind == "forward":
             chosen, roles = forward, ((_SRC, _SRC_LAYOUT), (_WEIGHTS, _WEIGHTS_LAYOUT), (_DST, _DST_LAYOUT))
@@ -376,7 +430,7 @@ class ConvolutionPrimitive(Primitive):
             arguments.append((role, memory))
         if bias is not None and bias_layout is not None:
             arguments.append((_BIAS, self._memory(bias_layout, bias.ctypes.data)))
-        self._call(chosen, arguments)
+        self._call(chosen, [*arguments, *vectors])
         for source, source_memory, target, target_memory in after:
             self._copy(source, source_memory, target, target_memory)
         self._scratch.reserve(self._used)
@@ -401,6 +455,7 @@ class MatmulPrimitive(Primitive):
         a: M × K, ``b``: K × N, either of them possibly a transposed view; ``c``: M × N with contiguous rows; all of them
             possibly behind axes that count products, as many on each.
         bias: N elements, or None; for single matrices.
+        scale, shift: M elements, or None: of each row of the products.
 
     Raises:
         OneDnnError: oneDNN has no implementation for these shapes.
@@ -414,6 +469,8 @@ class MatmulPrimitive(Primitive):
         c: np.ndarray[Any, Any],
         bias: np.ndarray[Any, Any] | None,
         *,
+        scale: np.ndarray[Any, Any] | None = None,
+        shift: np.ndarray[Any, Any] | None = None,
         pool: Pool,
     ) -> None:
         super().__init__(lib, [a, b, c, bias], pool)
@@ -422,11 +479,14 @@ class MatmulPrimitive(Primitive):
         operands = [(_SRC, a), (_WEIGHTS, b), (_DST, c)]
         layouts = [self._strided(m.shape, [step // m.itemsize for step in m.strides]) for _, m in operands]
         row = self._plain((1, c.shape[1])) if bias is not None else None
+        attributes, vectors = self._attributes, list[tuple[int, Handle]]()
+        if scale is not None or shift is not None:
+            attributes, vectors = self._scaled(scale, shift, (*(1 for _ in c.shape[:-2]), c.shape[-2], 1))
         rows, columns = c.shape[-2:]
         copied = pool.bf16_products and copies_to_bfloat16() and rows * columns >= WORTH_ROUNDING * (rows + columns)
         taken = [self._free_choice(m.shape, _BFLOAT16_TYPE) for m in (a, b)] if copied else layouts[:2]
         description = self._create(
-            "dnnl_matmul_primitive_desc_create", lib.engine, taken[0], taken[1], row, layouts[2], self._attributes
+            "dnnl_matmul_primitive_desc_create", lib.engine, taken[0], taken[1], row, layouts[2], attributes
         )
         arguments: list[tuple[int, Handle]] = []
         for (role, m), held, query in zip(operands, layouts, (_SRC_LAYOUT, _WEIGHTS_LAYOUT, None), strict=True):
@@ -439,6 +499,6 @@ class MatmulPrimitive(Primitive):
             arguments.append((role, memory))
         if bias is not None and row is not None:
             arguments.append((_BIAS, self._memory(row, bias.ctypes.data)))
-        self._call(description, arguments)
+        self._call(description, [*arguments, *vectors])
         self._scratch.reserve(self._used)
         lib.use_threads(before)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphc.backend import Pool
+from graphc.backends.onnxruntime.kernels.epilogues import BETWEEN, PLAIN, ConvEpilogue, activate_line, between
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.panels import add_rows, multiply_rows
 from graphc.backends.onnxruntime.kernels.scratch import Scratchpad
@@ -115,17 +116,17 @@ def multiplications(kind: str, x: tuple[int, ...], y: tuple[int, ...]) -> float:
     return 16 * (tiles * (1.1 * columns + transformed) + weights * channels * outs)
 
 
-def convolve(pool: Pool, scratch: Scratchpad, x: Array, w: Array, bias: Array | None, y: Array, window: Window) -> Run:
-    """y = Conv(x, w, bias)"""
+def convolve(pool: Pool, scratch: Scratchpad, x: Array, w: Array, epilogue: ConvEpilogue, y: Array, window: Window) -> Run:
+    """y = Conv(x, w), and what follows"""
     assert window.begin is not None
-    return _bind_convolution(pool, scratch, x, w, bias, y, window.begin, turned=False)
+    return _bind_convolution(pool, scratch, x, w, epilogue, y, window.begin, turned=False)
 
 
 def input_gradient(pool: Pool, scratch: Scratchpad, dy: Array, w: Array, dx: Array, window: Window) -> Run:
     """dx of y = Conv(x, w)"""
     assert window.begin is not None
     begin = tuple(2 - b for b in window.begin)
-    return _bind_convolution(pool, scratch, dy, w, None, dx, begin, turned=True)
+    return _bind_convolution(pool, scratch, dy, w, PLAIN, dx, begin, turned=True)
 
 
 def _whole(channels: int, unit: int) -> int:
@@ -133,9 +134,17 @@ def _whole(channels: int, unit: int) -> int:
 
 
 def _bind_convolution(
-    pool: Pool, scratch: Scratchpad, x: Array, w: Array, bias: Array | None, y: Array, begin: tuple[int, ...], *, turned: bool
+    pool: Pool,
+    scratch: Scratchpad,
+    x: Array,
+    w: Array,
+    epilogue: ConvEpilogue,
+    y: Array,
+    begin: tuple[int, ...],
+    *,
+    turned: bool,
 ) -> Run:
-    """Bind y = Conv(x, w, bias).
+    """Bind y = Conv(x, w), and what follows.
 
     Args:
         begin: padding before x.
@@ -152,11 +161,12 @@ def _bind_convolution(
     )
     each = _whole(sum(sizes), 16)
     scratch.reserve(4 * (weights + cut.shares * each))
-    added = bias if bias is not None else np.zeros(outs, dtype=np.float32)
+    geometry, others = cut.geometry(*begin, weights, each), epilogue.others(y)
+    arguments = (x, *epilogue.vectors(outs), others, *epilogue.numbers(), y, geometry, scratch.cell)
     return in_order(
         [
             pool.bind(_transform_weights, (w, channels, outs, int(turned), scratch.cell), panels * channels, 64),
-            pool.bind(_convolve, (x, added, y, cut.geometry(*begin, weights, each), scratch.cell), cut.shares),
+            pool.bind(_convolve, arguments, cut.shares),
         ]
     )
 
@@ -325,11 +335,12 @@ def _transform_images(x, c, first, last, tall, wide, begin_h, begin_w, halo, buf
 
 
 @jit
-def _transform_results(source, step, c, first, last, tall, wide, bias, buffer, y):
-    """y = Aᵀ p A + bias for LANES channels from c, of the rows of tiles ``first`` to ``last``."""
+def _transform_results(source, step, c, first, last, tall, wide, scale, shift, others, code, alpha, beta, buffer, y):
+    """y = Aᵀ p A, and what follows, for LANES channels from c, of the rows of tiles ``first`` to ``last``."""
     row, pixel = 2 * wide * LANES * 4, LANES * 4
     rows = array_of(floats_at(buffer), (2, 2 * wide, LANES))
-    height, width = y.shape[2], y.shape[3]
+    height, width, infinity = y.shape[2], y.shape[3], np.float32(np.inf)
+    low, high = (alpha, beta) if code == BETWEEN else (-infinity, infinity)
     for strip in range(first, last):
         n, i = strip // tall, strip % tall
         for t in range(wide):
@@ -337,13 +348,20 @@ def _transform_results(source, step, c, first, last, tall, wide, bias, buffer, y
             source += PANEL * 4
         for r in range(min(2, height - 2 * i)):
             for lane in range(min(LANES, y.shape[1] - c)):
-                target, added = y[n, c + lane, 2 * i + r], bias[c + lane]
-                for q in range(width):
-                    target[q] = rows[r, q, lane] + added
+                target, factor, added = y[n, c + lane, 2 * i + r], scale[c + lane], shift[c + lane]
+                if others.size > 0:
+                    other = others[n, c + lane, 2 * i + r]
+                    for q in range(width):
+                        target[q] = between(factor * rows[r, q, lane] + added + other[q], low, high)
+                else:
+                    for q in range(width):
+                        target[q] = between(factor * rows[r, q, lane] + added, low, high)
+                if code != BETWEEN:
+                    activate_line(target, code, alpha, beta)
 
 
 @jit
-def _convolve(x, bias, y, geometry, cell, start, stop):
+def _convolve(x, scale, shift, others, code, alpha, beta, y, geometry, cell, start, stop):
     strips, tall, wide, begin_h, begin_w, weights, each, blocks, parts, ranges = geometry
     channels, outs, total = x.shape[1], y.shape[1], x.shape[0] * tall
     panels = -(-outs // PANEL)
@@ -368,7 +386,8 @@ def _convolve(x, bias, y, geometry, cell, start, stop):
                 for half in range(2):
                     c = panel * PANEL + half * LANES
                     if c < outs:
-                        _transform_results(p + half * LANES * 4, small, c, first, last, tall, wide, bias, buffer, y)
+                        place, follows = p + half * LANES * 4, (scale, shift, others, code, alpha, beta)
+                        _transform_results(place, small, c, first, last, tall, wide, *follows, buffer, y)
 
 
 @jit

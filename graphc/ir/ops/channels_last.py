@@ -26,7 +26,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.declare import InferFunction, Spec, declare, same_as
 from graphc.ir.facts import rank, required, shape_of_result
 from graphc.ir.infer import infer_outputs
-from graphc.ir.ops.convolution import CONV, POOL, Window, of_shape
+from graphc.ir.ops.convolution import CONV, FORWARD, POOL, Window, of_shape
 
 PREFIX, MAX_POOL = "ChannelsLast", "MaxPool"
 
@@ -82,7 +82,7 @@ def _as(base: str) -> InferFunction:
     return infer
 
 
-@declare("ChannelsLastConv", inputs="x w b?", outputs="y", infer=_as("Conv"), attributes={**CONV, "activation": ""})
+@declare("ChannelsLastConv", inputs="x w b?", outputs="y", infer=_as(FORWARD), attributes={**CONV, "activation": ""})
 def channels_last_conv(
     op: Builder, x: ir.Value, w: ir.Value, b: ir.Value | None = None, *, activation: str, **attributes: Any
 ) -> ir.Value:

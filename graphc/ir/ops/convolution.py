@@ -23,6 +23,7 @@ from graphc.ir.facts import dims, shape_of_result
 Size: TypeAlias = "tuple[int | None, ...]"
 """Spatial sizes; None for a symbol or an unknown size."""
 
+FORWARD = "Conv"
 CONV: Mapping[str, Any] = {
     "auto_pad": "NOTSET",
     "dilations": None,

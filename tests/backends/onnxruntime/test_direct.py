@@ -12,6 +12,7 @@ pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 from graphc.backends.onnxruntime.kernels import direct, direct_plans, onednn  # noqa: E402
+from graphc.backends.onnxruntime.kernels.epilogues import PLAIN, ConvEpilogue  # noqa: E402
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402
@@ -74,10 +75,10 @@ def close(got: Array, want: Array) -> None:
 def test_results_and_weight_gradients_are_those_of_pytorch(case: str, pool: ThreadPool) -> None:
     window, group, (x, w, b, y, dy, _, dw) = arrays(case)
     got = np.full_like(y, np.nan)
-    run = direct.convolve(pool, x, w, b, got, window, group)
+    run = direct.convolve(pool, x, w, ConvEpilogue(shift=b), got, window, group)
     run()
     close(got, y)
-    direct.convolve(pool, x, w, None, got, window, group)()
+    direct.convolve(pool, x, w, PLAIN, got, window, group)()
     close(got, y - b.reshape(-1, *(1 for _ in window.kernel)))
     found = np.full_like(dw, np.nan)
     gradient = direct.weight_gradient(pool, x, dy, found, window, group)
@@ -112,7 +113,7 @@ def test_a_nan_is_in_the_results_that_read_it(pool: ThreadPool) -> None:
     window, group, (x, w, b, y, *_) = arrays("three results")
     x[1, 7, 8, 9] = np.nan
     got = np.zeros_like(y)
-    direct.convolve(pool, x, w, b, got, window, group)()
+    direct.convolve(pool, x, w, ConvEpilogue(shift=b), got, window, group)()
     reads = np.zeros(y.shape, dtype=bool)
     reads[1, :, 7:10, 8:11] = True
     assert np.array_equal(np.isnan(got), reads)

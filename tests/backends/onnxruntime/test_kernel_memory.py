@@ -132,6 +132,13 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(d(1, 3, 300), d(70, 3, 50), None, dilations=[2], pads=[5, 99]),
         c(d(2, 3, 5, 6, 7), d(6, 1, 3, 2, 3), d(6), group=3, strides=[1, 2, 1], pads=[1, 0, 2] * 2),
     ],
+    "graphc::FusedConv": [
+        c(*WINOGRAD[:2], f(61), f(61), WINOGRAD[2], kernel_shape=[3, 3], pads=[1, 1, 1, 1], activation="relu"),
+        c(f(2, 20, 37, 41), f(3, 20, 3, 3), f(3), f(3), f(2, 3, 37, 41), pads=[1, 1, 1, 1], activation="hard_swish"),
+        c(f(2, 24, 9, 7), f(33, 24, 1, 1), f(33), f(33)),
+        c(f(2, 24, 3, 7), f(24, 1, 3, 3), f(24), f(24), group=24, pads=[1, 1, 1, 1]),
+        c(f(2, 12, 5, 7), f(9, 4, 1, 1), None, f(9), group=3),
+    ],
     "ConvTranspose": [
         c(f(2, 6, 5, 7), f(6, 2, 3, 2), f(4), group=2, **WINDOW),
         c(d(2, 6, 5, 7), d(6, 2, 3, 2), d(4), group=2, **WINDOW),
@@ -410,7 +417,7 @@ def may_run(op: str) -> bool:
     """Whether the kernel is there: some need oneDNN."""
     from graphc.backends.onnxruntime.kernels import onednn
 
-    return onednn.library() is not None or op not in ("Conv", "graphc::ConvGradInput", "Gemm", "MatMul")
+    return onednn.library() is not None or op not in ("Conv", "graphc::FusedConv", "graphc::ConvGradInput", "Gemm", "MatMul")
 
 
 def run_each(ops: Sequence[str]) -> None:
