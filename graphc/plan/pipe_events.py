@@ -9,7 +9,7 @@ The proof before the first step (:mod:`graphc.distributed.collective_proof`) pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from graphc.ir.facts import dtype_of, shape_of
 from graphc.pipe.clock import assign_slots
@@ -81,7 +81,7 @@ class _Row:
     def _post(self, action: Action) -> Iterator[CollectiveEvent]:
         """Begin the receives of an action, and those that come before them in their channels."""
         for edge in self._received(action):
-            for other, micro in sends_of(self.table, self.edges, edge.sender, self.rank):
+            for other, micro in sends_of(self.table, lambda _: self.edges, edge.sender, self.rank):
                 if (edge.tag, action.micro) in self.posted:
                     break
                 if (other.tag, micro) not in self.posted:
@@ -103,12 +103,16 @@ class _Row:
                 yield from collective_events([step])
 
 
-def sends_of(table: Table, edges: Sequence[Edge], sender: int, receiver: int) -> Iterator[tuple[Edge, int]]:
-    """What ``sender`` sends to ``receiver`` in its row, with the micro-batch, in order."""
+def sends_of(table: Table, edges: Callable[[int], Sequence[Edge]], sender: int, receiver: int) -> Iterator[tuple[Edge, int]]:
+    """What ``sender`` sends to ``receiver`` in its row, with the micro-batch, in order.
+
+    Args:
+        edges: the transfers of a micro-batch.
+    """
     for action in table[sender]:
         if action.kind != "U":
             task = Task(action.kind, action.stage)
-            for edge in edges:
+            for edge in edges(action.micro):
                 if edge.source == task and (edge.sender, edge.receiver) == (sender, receiver):
                     yield edge, action.micro
 

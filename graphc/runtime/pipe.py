@@ -115,7 +115,6 @@ class PipeStep:
         self._row = list(table[self._rank])
         self._stages = sorted({a.stage for a in self._row if a.kind in "FBW"})
         self._slots = {stage: assign_slots(self._row, stage) for stage in self._stages}
-        self._edges = first.plan.edges
         self._feeds: Sequence[Mapping[str, Array]] = ()
         self._sent: dict[int, _Move] = {}
         self._boxes: dict[tuple[str, int], _Box] = {}
@@ -174,12 +173,18 @@ class PipeStep:
             return f"while it queued {self._names[begun - 1]} {own}"
         return f"while it waited for {self._names[0]} … {self._names[-1]} {own}"
 
+    def _edges(self, micro: int) -> Sequence[Edge]:
+        """The transfers of a micro-batch: what crosses a cut may depend on its size, as where one sample needs no index."""
+        return self._plans[micro].plan.edges
+
     # Order of transfers: as in graphc.plan.pipe_events, which the ranks compare before the first step ---------------------
 
     def _needed(self, action: Action) -> list[Edge]:
         """The transfers that an action receives."""
         task = Task(action.kind, action.stage)
-        return [e for e in self._edges if e.target == task and e.receiver == self._rank] if action.kind != "U" else []
+        if action.kind == "U":
+            return []
+        return [e for e in self._edges(action.micro) if e.target == task and e.receiver == self._rank]
 
     def _bind_action(self, place: int, action: Action, prepare: Callable[[int], None]) -> Iterator[Run]:
         if action.kind == "U":
@@ -206,7 +211,7 @@ class PipeStep:
         kept = plan.kept(task)
         if kept:
             yield functools.partial(self._keep, micro, kept, plan)
-        for edge in self._edges:
+        for edge in self._edges(micro):
             if edge.source == task and edge.sender == self._rank:
                 yield from self._send(plan, edge, micro, slot, places)
 
@@ -292,7 +297,7 @@ class PipeStep:
 
         They are under way while the rank computes what does not need them.
         """
-        edge = next(e for e in self._edges if f"{step.kind} {e.tag}" == step.name)
+        place, edge = next((k, e) for k, e in enumerate(plan.plan.edges) if f"{step.kind} {e.tag}" == step.name)
         sends = step.kind == "send"
         values = step.inputs if sends else step.outputs
         box = _box(plan, values)
@@ -311,7 +316,7 @@ class PipeStep:
             return send
         unpack = [copy(array, part) for part, array in zip(box.parts, arrays, strict=True)]
 
-        begin.append((self._edges.index(edge), move.begin))
+        begin.append((place, move.begin))
 
         def receive() -> None:
             move.wait()

@@ -101,6 +101,12 @@ def test_a_strategy_on_random_graphs(strategy: str, seed: int) -> None:
 
 
 @pytest.mark.full
+def test_a_micro_batch_of_one_sample_hands_other_values_to_the_next_stage() -> None:
+    """Its one index is that of a whole row, so that a gather of rows replaces one of elements, on both sides of the cut."""
+    assert check(2060, "zero-bubble pipeline")
+
+
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("first", thinned(range(3000, 3040, 10), 2))
 def test_kernels_for_a_gpu_compute_on_the_host_what_is_expected(first: int, register_backend: Callable[..., None]) -> None:
