@@ -19,6 +19,7 @@ from graphc.backends.onnxruntime.kernels import (
     depthwise,
     direct,
     direct_plans,
+    planes,
     pointwise,
     tiled_convolution,
     wide_convolution,
@@ -83,7 +84,7 @@ def _computes_what_follows(node: ir.Node) -> bool:
     x, w, y = (np.broadcast_to(np.float32(0), static_dims(value) or ()) for value in (*inputs_of(node)[:2], node.outputs[0]))
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     group, window = int(attributes.get("group", 1)), Window.of(attributes, x.shape[2:], w.shape[2:])
-    if depthwise.is_fastest("forward", x, w, group, window):
+    if planes.is_fastest("forward", x, w, y, group, window) or depthwise.is_fastest("forward", x, w, group, window):
         return True
     return (group == 1 and winograd.is_faster("forward", window, x.shape, y.shape)) or direct_plans.is_faster(
         x, w, y, group, window, threads=1
@@ -99,6 +100,9 @@ def fused_conv(k: Binding) -> Run:
 
 def _convolve(k: Binding, x: Array, w: Array, y: Array, epilogue: ConvEpilogue) -> Run:
     """y = Conv(x, w), and what follows."""
+    planar = _plane_window(k, "forward", x, w, y)
+    if planar is not None:
+        return planes.convolve(k.pool, x, w, epilogue, y, planar)
     alone = _depthwise_window(k, "forward", x, w)
     if alone is not None:
         return direct.convolve(k.pool, x, w, epilogue, y, alone, int(k.attributes.get("group", 1)))
@@ -142,6 +146,9 @@ def conv_grad_input(k: Binding) -> Run:
 
 
 def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
+    planar = _plane_window(k, "input", dx, w, dy)
+    if planar is not None:
+        return planes.input_gradient(k.pool, dy, w, dx, planar)
     alone = _depthwise_window(k, "input", dx, w)
     if alone is not None:
         around = _turn_around(k, w, dx)
@@ -163,6 +170,9 @@ def conv_grad_weight(k: Binding) -> Run:
     (x, dy), (dw,) = given(k.inputs, 2), given(k.outputs, 1)
     if x.dtype == np.float64:
         return wide_convolution.weight_gradient(k.pool, k.attributes, x, dy, dw)
+    planar = _plane_window(k, "weight", x, dw, dy)
+    if planar is not None:
+        return planes.weight_gradient(k.pool, x, dw, dy, planar)
     window = Window.of(k.attributes, x.shape[2:], dw.shape[2:])
     if depthwise.is_faster(dw, int(k.attributes.get("group", 1)), window.dilations, library() is not None):
         return depthwise.weight_gradient(k.pool, x, dw, dy, window)
@@ -186,6 +196,12 @@ def conv_grad_weight(k: Binding) -> Run:
         return product_on_tiles(k.pool, slopes, images.transpose(0, 2, 1), sums, None, otherwise, summed=True)
     tiled = _tiled_window(k, "weight", x, dw, dy)
     return otherwise() if tiled is None else tiled_convolution.weight_gradient(k.pool, x, dw, dy, tiled, otherwise)
+
+
+def _plane_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:
+    """The window of a convolution of single channels that is fastest a plane at a time; else None."""
+    window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
+    return window if planes.is_fastest(kind, x, w, y, int(k.attributes.get("group", 1)), window) else None
 
 
 def _depthwise_window(k: Binding, kind: str, x: Array, w: Array) -> Window | None:

@@ -6,7 +6,7 @@ The weight gradient takes one channel at a time, all taps of a row of the window
 
 oneDNN 3.2 and PyTorch 2.13 compute most windows beyond 3 × 3 as a small product a channel: for 7 × 7, 16 × 96 × 16 × 16, 37 ms
 of one thread (AVX2), where this takes 2.5; for 5 × 5, 6 and 1.3 ms. For 3 × 3 oneDNN is as fast or faster; over lines, three
-taps of 8 × 256 × 200 take it 0.47 ms, and this 0.06 (two threads of AVX-512).
+taps of 8 × 256 × 200 take it 0.47 ms, and this 0.06 (two threads of AVX-512). Small windows over images are in :mod:`.planes`.
 
 Lines, volumes, windows beyond 7 × 7, dilated gradients and several results of a channel are in :mod:`.direct`, but for the
 input gradients of strided convolutions: these are sums of taps over a padded copy of a plane.
@@ -114,11 +114,6 @@ BLOCK = 2048
 """Results whose sums stay in the cache nearest to a core while all taps are added."""
 
 
-FAR, WIDE = 9 << 20, 14
-"""Bytes of an image that leave the cache, and how many times as wide as its window reaches it is, from which oneDNN's code for
-AVX-512 takes longer: 1.35 ms for 3 × 3, 8 × 32 × 112 × 112, with the copies to its layout and back, where this takes 0.80."""
-
-
 def is_fastest(kind: str, x: Array, w: Array, group: int, window: Window) -> bool:
     """Whether :func:`.direct.convolve` or :func:`input_gradient` takes less time than oneDNN.
 
@@ -129,10 +124,7 @@ def is_fastest(kind: str, x: Array, w: Array, group: int, window: Window) -> boo
     if group < 2 or w.shape[1] != 1 or group != x.shape[1]:
         return False
     slow = max(window.dilations) > 1 if kind == "input" else max(window.kernel) > 7
-    if x.ndim != 4 or len(w) > group or slow:
-        return True
-    plain = max(*window.strides, *window.dilations) == 1 < min(window.kernel)
-    return LANES == 16 and plain and x.nbytes >= FAR and x.shape[3] >= WIDE * (window.kernel[1] - 1)
+    return x.ndim != 4 or len(w) > group or slow
 
 
 def input_gradient(pool: Pool, dy: Array, w: Array, dx: Array, window: Window) -> Run:
