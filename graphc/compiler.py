@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from graphc.ir.decomposition import decompose_graph
 from graphc.ir.facts import describe_value, is_float
 from graphc.ir.names import BUFFER, DETERMINISTIC, GRADIENT_OF, MESH, RESERVED, SCHEDULE
 from graphc.ir.ops.collectives import collective_of
+from graphc.ir.parameters import DECISIONS, Decision, matches
 from graphc.ir.updates import trains
 from graphc.losses import Loss
 from graphc.mesh import Mesh
@@ -308,6 +310,8 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
 
     split = stages.run_on_model(working, steps, run_step)
     _check_inputs(working.graph)
+    if train and not freeze:
+        _warn_of_others(ctx.values.get(DECISIONS, ()), train)
     # no other runtime takes ONNX's Gradient: who exports the trained model gets the nodes that compute it
     gradients = any(node.op_type == "Gradient" and node.domain != "" for node in original.graph)
     changed = working.clone() if split.changed or gradients else None
@@ -324,6 +328,17 @@ def compile(model: ModelSource, arguments: CompileArguments) -> Program:
     frontends.hold(original, {name for name, value in working.graph.initializers.items() if is_float(value)})
     text = ",".join(str(s) for s in (*split.own, *split.rest))
     return Program(working, evaluation, original, changed, kept, text, ctx.log, tuple(split.own))
+
+
+def _warn_of_others(decisions: Sequence[Decision], train: Sequence[str]) -> None:
+    """Warn who names only parameters that train anyway: elsewhere that leaves the others as they are."""
+    named, others = ([d for d in decisions if d.trains and matches(d.name, train) == part] for part in (True, False))
+    if named and others and not any(decision.asked for decision in named):
+        warnings.warn(
+            f"train={', '.join(map(repr, train))} changes nothing: what it names trains anyway, and so do"
+            f" {counted(len(others), 'other parameter')}; add freeze=['*'] (--freeze '*') to train nothing else",
+            stacklevel=5,
+        )
 
 
 def _check_parts(loss: Any, optimizer: Any) -> None:

@@ -14,6 +14,8 @@ from graphc.backend import BACKENDS
 from graphc.cli import _app
 from graphc.cli.training.job import Job, from_json, to_json
 from graphc.errors import MissingExtraError, UsageError
+from graphc.ir.declare import is_update
+from graphc.ir.updates import trains
 from graphc.options import CompileOptions
 from graphc.pipeline import PassCall, parse
 from tests.cli.models import MLP
@@ -115,3 +117,15 @@ def test_a_trainer_has_a_signature_of_types_and_refuses_what_is_no_program() -> 
     assert parameters["threads"].annotation == int | None
     with pytest.raises(UsageError, match="is not a compiled program; pass the result of"):
         graphc.Trainer("m.onnx")  # type: ignore[arg-type]
+
+
+def test_who_names_what_trains_anyway_is_told_how_to_train_it_alone(recwarn: pytest.WarningsRecorder) -> None:
+    model = parsed(MLP)
+    names = [tensor.name for tensor in model.graph.initializer]
+    with pytest.warns(UserWarning, match=rf"train='{names[-1]}' changes nothing.*other parameter.*freeze=\['\*'\]"):
+        graphc.compile(model, loss=LOSS, optimizer=OPTIMIZER, train=[names[-1]])
+    recwarn.clear()
+    alone = graphc.compile(model, loss=LOSS, optimizer=OPTIMIZER, train=[names[-1]], freeze=["*"])
+    graphc.compile(model, loss=LOSS, optimizer=OPTIMIZER, train=["*"])
+    assert not recwarn.list
+    assert [node.inputs[0].name for node in alone.model.graph if is_update(node) and trains(node)] == [names[-1]]

@@ -29,6 +29,7 @@ class Decision:
         trains: before ``--freeze``.
         rule: why, in a few words: ``weight of Conv``.
         doubtful: a user may know better: a named scalar, or irregular values, left out; ``--train NAME`` trains it.
+        asked: it trains because ``--train`` names it, and would not otherwise.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Decision:
     trains: bool
     rule: str
     doubtful: bool = False
+    asked: bool = False
 
 
 DECISIONS = "parameters"

@@ -97,14 +97,15 @@ class Rules:
         """Whether a float constant trains."""
         constant = Constant(value, tensor)
         trains, rule = self._verdict(constant)
+        named = matches(constant.name, self._train)
+        asked = named and not trains
+        trains, rule = (True, "named by --train") if named else (trains, rule)
         shape = tuple(tensor.shape.numpy())
         doubtful = not trains and constant.told is not Told.BUFFER and not constant.made and bool(constant.uses)
         doubtful = doubtful and not any(word in rule for word in ("statistic", "buffer", "setting", "not read"))
-        return Decision(constant.name, shape, tensor.dtype.name.lower(), trains, rule, doubtful)
+        return Decision(constant.name, shape, tensor.dtype.name.lower(), trains, rule, doubtful, asked)
 
     def _verdict(self, c: Constant) -> Verdict:
-        if matches(c.name, self._train):
-            return True, "named by --train"
         if BUFFER in c.value.metadata_props:
             return False, "buffer of the PyTorch module"
         if PARAMETER in c.value.metadata_props:
