@@ -22,6 +22,7 @@ from graphc.backends.onnxruntime.kernels import (
     planes,
     pointwise,
     tiled_convolution,
+    unfolded,
     wide_convolution,
     winograd,
 )
@@ -111,6 +112,9 @@ def _convolve(k: Binding, x: Array, w: Array, y: Array, epilogue: ConvEpilogue) 
         window = _winograd_window(k, "forward", x, w, y)
         if window is not None:
             return winograd.convolve(k.pool, scratchpad_of(k.pool), x, w, epilogue, y, window)
+        window = _unfolded_window(k, "forward", x, w, y)
+        if window is not None:
+            return unfolded.convolve(k.pool, x, w, epilogue, y, window)
         return _direct(k, x, w, epilogue, y) or _forward(k, x, w, epilogue, y)
 
     tiled = _tiled_window(k, "forward", x, w, y)
@@ -158,6 +162,9 @@ def _input_gradient(k: Binding, dy: Array, w: Array, dx: Array) -> Run:
         window = _winograd_window(k, "input", dx, w, dy)
         if window is not None:
             return winograd.input_gradient(k.pool, scratchpad_of(k.pool), dy, w, dx, window)
+        window = _unfolded_window(k, "input", dx, w, dy)
+        if window is not None:
+            return unfolded.input_gradient(k.pool, dy, w, dx, window)
         return _turned(k, dy, w, dx) or _onednn(k, "input", dx, w, dy)
 
     tiled = _tiled_window(k, "input", dx, w, dy)
@@ -181,6 +188,9 @@ def conv_grad_weight(k: Binding) -> Run:
         found = _winograd_window(k, "weight", x, dw, dy)
         if found is not None:
             return winograd.weight_gradient(k.pool, scratchpad_of(k.pool), x, dy, dw, found)
+        found = _unfolded_window(k, "weight", x, dw, dy)
+        if found is not None:
+            return unfolded.weight_gradient(k.pool, x, dy, dw, found)
         if alone and pointwise.is_faster(x, dw, dy) and not _is_rounded(k, x, dw, dy):
             images, slopes = (array.reshape(*array.shape[:2], -1) for array in (x, dy))
             return pointwise.weight_gradient(k.pool, images, slopes, dw.reshape(dw.shape[:2]))
@@ -252,6 +262,14 @@ def _winograd_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Win
         return None
     window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
     return window if winograd.is_faster(kind, window, x.shape, y.shape) else None
+
+
+def _unfolded_window(k: Binding, kind: str, x: Array, w: Array, y: Array) -> Window | None:
+    """The window of a convolution over few pixels that products with the weights compute in less time; else None."""
+    if _is_rounded(k, x, w, y):
+        return None
+    window = Window.of(k.attributes, x.shape[2:], w.shape[2:])
+    return window if unfolded.is_faster(kind, x, w, y, int(k.attributes.get("group", 1)), window) else None
 
 
 def _onednn(k: Binding, kind: str, x: Array, w: Array, y: Array, epilogue: ConvEpilogue = PLAIN) -> Run:
