@@ -25,8 +25,8 @@ from graphc.ir.ops.convolution import Window
 
 FEWEST_WEIGHTS = {"forward": 1 << 17, "input": 1 << 18, "weight": 1 << 16}
 MOST_PIXELS = 64
-"""Of all samples. With more of them, or fewer weights, copies of weights take little of the time: measured over 27 shapes on Zen 5
-cores, with AVX-512 and AVX2. 512 channels to 512, 4 × 4 × 4: 0.89, 0.82 and 1.21 ms in oneDNN, 0.62, 0.79 and 0.65 here.
+"""Of all samples. With more of them, or fewer weights, copies of weights take little of the time: measured over 27 shapes on
+Zen 5 cores, with AVX-512 and AVX2. 512 channels to 512, 4 × 4 × 4: 0.89, 0.82 and 1.21 ms in oneDNN, 0.62, 0.79 and 0.65 here.
 """
 
 GRAIN = 1 << 14
