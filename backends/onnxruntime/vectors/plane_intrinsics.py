@@ -153,8 +153,10 @@ def plane_products(taps: int, step: int, rows: int) -> Any:
                 slopes = []
                 for r in range(rows):
                     place = _place(builder, builder.add(dy, builder.mul(dy_line, I64(r))), at)
-                    whole = builder.load(place, typ=_KIND, align=4) if inside else None
-                    slopes.append(whole or masked(builder, "load", _KIND, [place, I32(4), mask, _ZERO]))
+                    if inside:
+                        slopes.append(builder.load(place, typ=_KIND, align=4))
+                    else:
+                        slopes.append(masked(builder, "load", _KIND, [place, I32(4), mask, _ZERO]))
                 made = [builder.load(total, typ=_KIND) for total in totals]
                 for k in range((rows - 1) * step + taps):
                     found = lines.taps(k, first, taps, step, inside=inside)
