@@ -4,7 +4,7 @@
     after    y, y_h = RecurrentTraining(Gemm(x, w), r)
 
 autodiff does this to the layers on the way to a loss. In inference mode the standard ops are left: an LSTM of 256 features took
-17.5 ms in onnxruntime, where PyTorch takes 8.4, and takes 8.4 in this loop.
+17.5 ms in onnxruntime; PyTorch takes 8.4, and so does this loop.
 
 Shapes are static: a backend that has a kernel for RecurrentTraining asks for this pass over its plans
 (:attr:`graphc.backend.Capabilities.rewrites`).

@@ -73,10 +73,10 @@ def conv(k: Binding) -> Run:
 
 
 def _computes_what_follows(node: ir.Node) -> bool:
-    """Whether a kernel does so while it writes its results.
+    """Whether a kernel computes all of a FusedConv while it writes the convolution's results.
 
-    For oneDNN's this is a scale and a shift. A sweep for an activation does these by the way, in the kernel that is generated
-    for it and what comes next.
+    oneDNN does so for a scale and a shift alone. Where a residual or an activation follows too, the node is taken apart: the
+    kernel that is generated for them, and for what comes next, scales and shifts in the same sweep.
     """
     if not _is_native(node):
         return False

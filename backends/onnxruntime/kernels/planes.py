@@ -11,7 +11,7 @@ and here, of results, input gradients and weight gradients:
     3 × 3, 8 × 192 × 28 × 28                  0.20, 0.15    0.22, 0.15    0.19, 0.21
     5 × 5, 8 × 144 × 56 × 56                  2.05, 0.91    2.53, 0.87    22.7, 1.94
 
-Sums begin anew for each sample: errors of weight gradients are a tenth to a twentieth of oneDNN's.
+Sums begin anew for each sample: errors of weight gradients are a ninth to a 25th of oneDNN's.
 """
 
 from __future__ import annotations
