@@ -1,8 +1,8 @@
 """Convolution and its gradients: on matrix tiles or by Winograd's algorithm where it takes less time, else oneDNN.
 
-Those of float64 are in :mod:`.wide_convolution`. Without oneDNN, only the weight gradient of float32 has a kernel (Numba).
-Measured on ResNet-50, batch 4, two threads: oneDNN's three primitives take about 0.7 of the time of onnxruntime's Conv and
-ConvTranspose plus the Numba weight gradient.
+Those of float64 are in :mod:`.wide_convolution`. Without oneDNN, only the weight gradient of float32 has a kernel
+(:mod:`.sampled_gradient`). Measured on ResNet-50, batch 4, two threads: oneDNN's three primitives take about 0.7 of the time of
+onnxruntime's Conv and ConvTranspose plus that weight gradient.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from graphc.backends.onnxruntime.kernels import (
     direct_plans,
     planes,
     pointwise,
+    sampled_gradient,
     tiled_convolution,
     unfolded,
     wide_convolution,
@@ -30,10 +31,8 @@ from graphc.backends.onnxruntime.kernels.arrays import given, have_spatial_axes,
 from graphc.backends.onnxruntime.kernels.epilogues import PLAIN, ConvEpilogue, finish
 from graphc.backends.onnxruntime.kernels.jit import jit
 from graphc.backends.onnxruntime.kernels.onednn import ROWS_PAY, ConvolutionPrimitive, MatmulPrimitive, library
-from graphc.backends.onnxruntime.kernels.panels import GAP, copy_to_panels, multiply_panels, panels_bytes
 from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
 from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
-from graphc.backends.onnxruntime.vectors.functions import PANEL
 from graphc.backends.onnxruntime.vectors.tiles import SIDE
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import inputs_of, required, static_dims
@@ -197,7 +196,7 @@ def conv_grad_weight(k: Binding) -> Run:
         group, rounded = int(k.attributes.get("group", 1)), _is_rounded(k, x, dw, dy)
         if not rounded and direct_plans.gradient_is_faster(x, dw, dy, group, window, k.pool.threads):
             return direct.weight_gradient(k.pool, x, dy, dw, window, group)
-        return _onednn(k, "weight", x, dw, dy) if library() is not None else _weight_gradient(k, x, dw, dy)
+        return _onednn(k, "weight", x, dw, dy) if library() is not None else sampled_gradient.weight_gradient(k, x, dw, dy)
 
     alone = int(k.attributes.get("group", 1)) == 1 and pointwise.reads_single_pixels(window)
     if alone and _is_sum_on_tiles(k.pool, dw, dy):
@@ -438,93 +437,3 @@ def _blocked_is_faster(kind: str, window: Window, x: Sequence[int], weight: Sequ
     if kind == "input":
         return x[1] >= FEW_CHANNELS
     return kind == "weight" or any(t > s for t, s in zip(window.kernel, window.strides, strict=True))
-
-
-def _weight_gradient(k: Binding, x: Array, dw: Array, dy: Array) -> Run:
-    """Each thread sums over its own samples: im2col of one sample in cache, then a matrix product."""
-    window, group = Window.of(k.attributes, x.shape[2:], dw.shape[2:]), int(k.attributes.get("group", 1))
-    assert window.begin is not None
-    lift = [1] * (4 - x.ndim)  # one spatial axis is treated as two with a height of one
-    samples, channels = x.shape[:2]
-    height, width = lift + list(x.shape[2:])
-    rows, columns = lift + list(dy.shape[2:])
-    taps = [*lift, *window.kernel]
-    per_group, outs, positions = channels // group, dw.shape[0] // group, rows * columns
-    patch = per_group * taps[0] * taps[1]
-    parts = min(k.pool.threads, samples)
-    patches = np.zeros((parts, patch, positions), dtype=np.float32)
-    panels = np.empty((parts, panels_bytes(positions, patch) // 4), dtype=np.float32)
-    edges = np.empty((parts, outs, PANEL), dtype=np.float32)
-    sums = np.empty((parts, group, outs, patch), dtype=np.float32)
-    geometry = np.array(
-        [*taps, *lift, *window.strides, *lift, *window.dilations, *(0 for _ in lift), *window.begin], dtype=np.int64
-    )
-    arguments = (
-        x.reshape(samples, group, per_group, height, width),
-        dy.reshape(samples, group, outs, positions),
-        np.array([rows, columns], dtype=np.int64),
-        np.array(geometry, dtype=np.int64),
-        patches,
-        panels,
-        edges,
-        sums,
-    )
-    flat_sums, flat = sums.reshape(parts, -1), dw.reshape(-1)
-    return in_order([k.pool.bind(_accumulate, arguments, parts), k.pool.bind(_add_parts, (flat_sums, flat), flat.size, 16384)])
-
-
-@jit
-def _accumulate(x, dy, out, geometry, patches, panels, edges, sums, start, stop):
-    """Each part sums the gradient over its own samples."""
-    parts, outs, patch, positions = sums.shape[0], dy.shape[2], patches.shape[1], patches.shape[2]
-    samples, groups = x.shape[0], x.shape[1]
-    step = (positions * PANEL + GAP) * 4
-    for part in range(start, stop):
-        sums[part] = 0.0
-        for n in range(samples * part // parts, samples * (part + 1) // parts):
-            for g in range(groups):
-                _unfold(x[n, g], out, geometry, patches[part])
-                a, b, c = dy[n, g].ctypes.data, panels[part].ctypes.data, sums[part, g].ctypes.data
-                copy_to_panels(patches[part].ctypes.data, 4, 4 * positions, positions, patch, b)
-                edge = edges[part].ctypes.data
-                multiply_panels(a, 4 * positions, 4, outs, b, step, positions, c, 4 * patch, patch, True, edge)
-
-
-@jit
-def _unfold(x, out, geometry, patches):
-    """patches[c, tap, position] = x[c] under that tap of the window at that position, 0 in the padding."""
-    taps_h, taps_w, stride_h, stride_w, dilation_h, dilation_w, begin_h, begin_w = geometry
-    channels, height, width = x.shape
-    rows, columns = out[0], out[1]
-    row = 0
-    for c in range(channels):
-        for i in range(taps_h):
-            for j in range(taps_w):
-                shift = j * dilation_w - begin_w
-                first = min(columns, max(0, -(shift // stride_w)))
-                last = max(first, min(columns, (width - 1 - shift) // stride_w + 1))
-                target = patches[row]
-                for r in range(rows):
-                    h = r * stride_h + i * dilation_h - begin_h
-                    base = r * columns
-                    if h < 0 or h >= height:
-                        target[base : base + columns] = 0.0
-                        continue
-                    target[base : base + first] = 0.0
-                    target[base + last : base + columns] = 0.0
-                    if stride_w == 1:
-                        for q in range(first, last):
-                            target[base + q] = x[c, h, q + shift]
-                    else:
-                        for q in range(first, last):
-                            target[base + q] = x[c, h, q * stride_w + shift]
-                row += 1
-
-
-@jit
-def _add_parts(parts, total, start, stop):
-    target = total[start:stop]
-    for p in range(parts.shape[0]):
-        source = parts[p, start:stop]
-        for k in range(target.size):
-            target[k] = source[k] + (target[k] if p > 0 else np.float32(0.0))
