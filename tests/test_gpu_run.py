@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
+from tests.harness import copy_harness
 
 CUPY = """
 from types import SimpleNamespace
@@ -46,8 +45,7 @@ def test_works(k): cupy.cuda.runtime.deviceSynchronize()
 def test_a_missing_package_a_crash_a_hang_and_a_lost_gpu_cost_one_test_each(tmp_path: Path) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
-    for name in ("__init__.py", "conftest.py", "results.py"):
-        shutil.copy(TESTS / name, folder)
+    copy_harness(folder)
     for name, text in MODULES.items():
         (folder / f"{name}.py").write_text(text)
     (tmp_path / "cupy.py").write_text(CUPY)

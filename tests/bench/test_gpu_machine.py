@@ -17,6 +17,7 @@ import pytest
 from graphc.bench.gpu import SMALL
 from graphc.bench.gpu_specs import JOBS
 from tests.conftest import has_gpu
+from tests.harness import copy_harness
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_machine.py"
 
@@ -38,8 +39,7 @@ def bundle(tmp_path: Path) -> Path:
     (folder / "tests").mkdir(parents=True)
     (folder / "wheels").mkdir()
     (folder / "models").mkdir()
-    for name in ("__init__.py", "conftest.py", "results.py"):
-        shutil.copy(Path(__file__).parents[1] / name, folder / "tests")
+    copy_harness(folder / "tests")
     for name, work in (("test_cuda", "pass"), ("test_more", "import os; os.abort()")):
         (folder / "tests" / f"{name}.py").write_text(f"import pytest\n@pytest.mark.gpu\ndef test_it(): {work}\n")
     (folder / "manifest.json").write_text(json.dumps({"jobs": ["mlp-wide"], "tiny": True, "python": "3.12"}))

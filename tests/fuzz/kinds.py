@@ -195,8 +195,7 @@ def cli(number: int, keep: Collection[int] | None = None) -> tuple[str, Work]:
     good = build([helper.make_node("MatMul", ["x", "fc.weight"], ["y"])], {"x": ("n", 4)}, {"y": ("n", 2)}, weights, opset=20)
 
     def work() -> None:
-        with tempfile.TemporaryDirectory(prefix="graphc-fuzz-") as place:
-            os.chdir(place)
+        with tempfile.TemporaryDirectory(prefix="graphc-fuzz-") as place, contextlib.chdir(place):
             Path("good.onnx").write_bytes(good.SerializeToString())
             Path("bad.onnx").write_bytes(b"\x08\x08junk")
             np.savez("data.npz", x=np.ones((8, 4), np.float32), t=np.zeros((8, 2), np.float32))
@@ -204,7 +203,6 @@ def cli(number: int, keep: Collection[int] | None = None) -> tuple[str, Work]:
             code = main(command)
             if code not in (0, 1, 2, 3):
                 raise AssertionError(f"exit code {code}")
-            os.chdir("/")
 
     return " ".join(command), work
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -22,14 +23,10 @@ LARGEST_TARGET = 1_000_000
 
 def use(data: bytes, seed: Seed, how: str) -> None:
     """Write the file, with a file of data beside it, and hand it to graphc."""
-    with tempfile.TemporaryDirectory(prefix="graphc-fuzz-") as place:
-        os.chdir(place)
+    with tempfile.TemporaryDirectory(prefix="graphc-fuzz-") as place, contextlib.chdir(place):
         Path("model.onnx").write_bytes(data)
         Path(DATA).write_bytes(np.ones(DATA_BYTES // 4, np.float32).tobytes())
-        try:
-            USES[how](Path("model.onnx"), seed)
-        finally:
-            os.chdir("/")
+        USES[how](Path("model.onnx"), seed)
 
 
 def train(path: Path, seed: Seed) -> None:
