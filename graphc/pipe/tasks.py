@@ -173,7 +173,7 @@ class Assignment:
             if node in self.backward:
                 gathers = collective_of(node) == "AllGather" and any(is_state(v) for v in reads(node))
                 before = [p for p in producers(node) if not _is_constant(p)]
-                if gathers or (before and all(p in found for p in before)):
+                if gathers or (before and all(p in found for p in before) and not _reads_feeds(node, self.graph)):
                     found.add(node)
         return found
 

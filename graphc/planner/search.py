@@ -144,29 +144,29 @@ def memory_of_choice(costs: ModelCosts, choice: Division) -> float:
         for stage in own:
             parts = (stage.parameters, stage.gradients, stage.optimizer)
             state += sum(n / (choice.mesh.data if by else 1) for n, by in zip(parts, divided, strict=True))
-        state += _on_the_way(choice, max(BUCKET, costs.largest), own)
+        state += _on_the_way(choice, costs.largest, own)
         rest = max(stage.rest.at(samples) for stage in own)
         rest += sum(count * stages[stage].stash.at(samples) for stage, count in flight.items())
         found = max(found, state + rest)
     return found
 
 
-def _on_the_way(choice: Division, bucket: float, own: Sequence[StageCosts]) -> float:
-    """Bytes of buckets of ``bucket`` bytes that are gathered, reduced or added up at a time, beside the state.
+def _on_the_way(choice: Division, largest: float, own: Sequence[StageCosts]) -> float:
+    """Bytes that are gathered, reduced or added up at a time, beside the state, where the largest parameter has ``largest``.
 
-    Of ZeRO's third stage's parameters there are those in use, the next ones, and those that the backward pass begins with. In a
-    pipeline a task gathers those of its own stage.
+    In ZeRO's third stage these are buckets of parameters in use, the next ones, and those that the backward pass begins with;
+    in a pipeline a task gathers those of its own stage. A gradient is added to the sum of several micro-batches by itself.
     """
+    bucket = max(BUCKET, largest)
     parameters = max(stage.parameters for stage in own)
     gradients = sum(stage.gradients for stage in own)
-    several = choice.micro_batches > 1
-    found = 0.0
+    several, found = choice.micro_batches > 1, 0.0
     if choice.zero == 3:
-        found += min(3 * bucket, parameters if several else 2 * parameters)
+        found += min(3 * bucket, parameters if choice.mesh.pipe > 1 and several else 2 * parameters)
     if choice.zero >= 2 and not several and choice.mesh.pipe == 1:
         found += min(2 * bucket, gradients)
-    if several and choice.mesh.pipe == 1:  # what is added to the sums; the plans of stages have it already
-        found += min(bucket, gradients)
+    if several and choice.mesh.pipe == 1:  # the plans of stages have it already
+        found += min(largest, gradients)
     return found
 
 

@@ -14,45 +14,54 @@ import pytest
 
 import graphc
 from graphc import device
-from graphc.backend import Backend
+from graphc.backend import Backend, make_backend
 from graphc.distributed.communicator import Communicator
 from graphc.distributed.threads import run_threads
 from graphc.mesh import Mesh
+from graphc.plan.buffers import STASH
+from graphc.plan.state_rewrites import adapted
 from graphc.plan.steps import PlanStep
 from graphc.planner.costs import ModelCosts, on_host
 from graphc.planner.division import Division
 from graphc.planner.network import Curve, Link, Network
 from graphc.planner.search import Predicted, best
+from graphc.report.memory import feed_shapes
+from graphc.report.pipe_memory import stage_plans
 from graphc.report.step_profile import StepProfile
 from tests.training import pipe_cases
 
 DEVICES, BATCH = 4, 16
+WIDTH = 128
+"""Products of one sample are kernels of their own, so that the plans of one sample and of four, between which memory is a line,
+have the same steps."""
 NETWORK = Network(2, Link(Curve.line(1e9, 1e-6)), Link(Curve.line(1e8, 1e-5)))
 
 
 def network() -> onnx.ModelProto:
     """Eight layers whose states are larger than what else a worker holds."""
-    width = 96
     lines, value = [], "x"
     for k in range(8):
         lines += [f"m{k} = MatMul ({value}, w{k})", f"h{k} = Tanh (m{k})"]
         value = f"h{k}"
     text = "\n".join([*lines, f"y = Identity (m{7})"])
-    head = f'<ir_version: 10, opset_import: ["": 21]> net (float[batch, {width}] x) => (float[batch, {width}] y)'
-    return pipe_cases.parameters(onnx.parser.parse_model(f"{head} {{ {text} }}"), {f"w{k}": (width, width) for k in range(8)})
+    head = f'<ir_version: 10, opset_import: ["": 21]> net (float[batch, {WIDTH}] x) => (float[batch, {WIDTH}] y)'
+    return pipe_cases.parameters(onnx.parser.parse_model(f"{head} {{ {text} }}"), {f"w{k}": (WIDTH, WIDTH) for k in range(8)})
 
 
 MODEL = network()
 
 
 def compiled(**options: Any) -> graphc.Program:
-    loss, optimizer = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.Adam(lr=0.01)
+    loss, optimizer = (
+        graphc.losses.SoftmaxCrossEntropy(),
+        graphc.optim.Adam(lr=0.01, eps=1e-4),
+    )  # no step by the rounding of a gradient near zero
     return graphc.compile(MODEL, loss=loss, optimizer=optimizer, **options)
 
 
 def batches() -> list[dict[str, Any]]:
     rng = np.random.default_rng(3)
-    return [{"x": rng.normal(size=(BATCH, 96)).astype(np.float32), "label": rng.integers(0, 96, BATCH)} for _ in range(2)]
+    return [{"x": rng.normal(size=(BATCH, WIDTH)).astype(np.float32), "label": rng.integers(0, WIDTH, BATCH)} for _ in range(2)]
 
 
 def fixed(steps: Iterable[PlanStep], engine: Backend) -> StepProfile:
@@ -127,17 +136,23 @@ def check(chosen: Iterable[Predicted], held: dict[int, int]) -> None:
             assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-5), proposal.choice
             assert all(np.allclose(rank["weights"][name], value, atol=1e-4) for name, value in alone["weights"].items())
         share = proposal.memory / max(rank["held"] for rank in ranks)
-        late = proposal.choice.zero == 3 and proposal.choice.schedule == "zero-bubble"
-        planned = proposal.choice.mesh.tensor == 1 and proposal.choice.mesh.pipe > 1 and not late
-        assert LEAST <= share <= (1.1 if planned else MOST), proposal.choice
+        assert LEAST <= share <= MOST, proposal.choice
 
 
-LEAST, MOST = 0.95, 1.3
-"""Predicted memory of the rank that needs most, as a share of what it holds.
+LEAST, MOST = 0.95, 1.1
+"""Predicted memory of the rank that needs most, as a share of what it holds."""
 
-Stages without a tensor axis are within 10 %; stages of a tensor axis and micro-batches of one are scaled, not planned. The
-zero-bubble schedule sums gradients of weights when parameters of ZeRO's third stage are gone, which is not modelled.
-"""
+
+def test_between_its_tasks_a_stage_keeps_activations_not_gradients_of_weights() -> None:
+    """Recomputed activations look like gathered parameters in another form where they begin with the feeds of a stage."""
+    engine = make_backend("auto", threads=1)
+    options = {"mesh": Mesh(data=2, pipe=2), "accumulate": 2, "strategy": "zero:stage=3", "schedule": "zero-bubble"}
+    kept = []
+    for recompute in ({}, {"recompute": "all"}):
+        model = adapted(compiled(**options, **recompute).model, engine)
+        kept.append(stage_plans(model, feed_shapes(model, 4), engine)[0].buffers[f"{STASH}0"])
+    assert kept[1] <= kept[0] < 4 * WIDTH * WIDTH, "less than one gradient"
+    engine.close()
 
 
 @pytest.mark.large  # seven programs on four workers each
