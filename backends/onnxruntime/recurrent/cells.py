@@ -1,20 +1,32 @@
 """One step of a cell for one row of the batch, forward and backward, in vector registers.
 
-Rows hold the gates one behind another, in ONNX's order. The formulas are those of :mod:`graphc.ir.ops.recurrent_training`.
+Rows hold the gates one behind another, in ONNX's order or each at its place (:mod:`graphc.ir.ops.gate_order`). The formulas are
+those of :mod:`graphc.ir.ops.recurrent_training`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from graphc.backends.onnxruntime.vectors.functions import Vector, row_function
+from graphc.ir.ops.gate_order import GRU_PLACES, LSTM_PLACES, ONNX, PYTORCH, Places
 
 
-def _lstm(v: Vector) -> None:
+def _in_orders(rows: int, body: Callable[..., None], places: Mapping[str, Places]) -> tuple[Any, Any]:
+    """Functions for gates in ONNX's order and in PyTorch's."""
+    at_onnx, at_pytorch = (functools.partial(body, places=places[order]) for order in (ONNX, PYTORCH))
+    return row_function(rows, at_onnx), row_function(rows, at_pytorch)
+
+
+def _lstm(v: Vector, places: Places) -> None:
     projected, product, gates, c, cells, h, y = range(7)
-    i, o, f = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in range(3))
-    new = v.tanh(v.add(v.load(projected, 3), v.load(product, 3)))
+    i, o, f = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in places[:3])
+    new = v.tanh(v.add(v.load(projected, places[3]), v.load(product, places[3])))
     cell = v.fma(f, v.load(c), v.mul(i, new))
     out = v.mul(o, v.tanh(cell))
-    for k, gate in enumerate((i, o, f, new)):
+    for k, gate in zip(places, (i, o, f, new), strict=True):
         v.store(gate, gates, k)
     for value, rows in ((cell, (c, cells)), (out, (h, y))):
         for row in rows:
@@ -38,13 +50,13 @@ def _gru(v: Vector) -> None:
     v.store(out, y)
 
 
-def _gru_reset_after(v: Vector) -> None:
+def _gru_reset_after(v: Vector, places: Places) -> None:
     projected, product, gates, h, y, kept, bias = range(7)
-    update, reset = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in range(2))
+    update, reset = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in places[:2])
     inner = v.add(v.load(product, 2), v.load(bias))
     new = v.tanh(v.fma(reset, inner, v.load(projected, 2)))
     out = v.fma(update, v.sub(v.load(h), new), new)
-    for k, gate in enumerate((update, reset, new)):
+    for k, gate in zip(places, (update, reset, new), strict=True):
         v.store(gate, gates, k)
     v.store(inner, kept)
     v.store(out, h)
@@ -66,12 +78,9 @@ def _relu(v: Vector) -> None:
         v.store(out, row)
 
 
-lstm, gru_gates, gru, gru_reset_after = (
-    row_function(7, _lstm),
-    row_function(5, _gru_gates),
-    row_function(5, _gru),
-    row_function(7, _gru_reset_after),
-)
+lstm, pytorch_lstm = _in_orders(7, _lstm, LSTM_PLACES)
+gru_reset_after, pytorch_gru = _in_orders(7, _gru_reset_after, GRU_PLACES)
+gru_gates, gru = row_function(5, _gru_gates), row_function(5, _gru)
 tanh, relu = row_function(5, _tanh), row_function(5, _relu)
 
 
@@ -80,15 +89,16 @@ def _add(v: Vector) -> None:
     v.store(v.add(v.load(total), v.load(other)), total)
 
 
-def _lstm_back(v: Vector) -> None:
+def _lstm_back(v: Vector, places: Places) -> None:
     gates, cell, c, dy, dh, dc, da = range(7)
-    i, o, f, new = (v.load(gates, k) for k in range(4))
+    i, o, f, new = (v.load(gates, k) for k in places)
     slope, t = v.add(v.load(dh), v.load(dy)), v.tanh(v.load(cell))
     dcell = v.fma(v.mul(slope, o), v.bend(t), v.load(dc))
-    v.store(v.mul(v.mul(dcell, new), v.slope(i)), da, 0)
-    v.store(v.mul(v.mul(slope, t), v.slope(o)), da, 1)
-    v.store(v.mul(v.mul(dcell, v.load(c)), v.slope(f)), da, 2)
-    v.store(v.mul(v.mul(dcell, i), v.bend(new)), da, 3)
+    of_i, of_o, of_f, of_new = places
+    v.store(v.mul(v.mul(dcell, new), v.slope(i)), da, of_i)
+    v.store(v.mul(v.mul(slope, t), v.slope(o)), da, of_o)
+    v.store(v.mul(v.mul(dcell, v.load(c)), v.slope(f)), da, of_f)
+    v.store(v.mul(v.mul(dcell, i), v.bend(new)), da, of_new)
     v.store(v.mul(dcell, f), dc)
     v.store(v.number(0.0), dh)
 
@@ -109,15 +119,15 @@ def _gru_reset_back(v: Vector) -> None:
     v.store(v.fma(slope, reset, v.load(dh)), dh)
 
 
-def _gru_reset_after_back(v: Vector) -> None:
+def _gru_reset_after_back(v: Vector, places: Places) -> None:
     gates, kept, h, dy, dh, da, dproduct = range(7)
-    update, reset, new = (v.load(gates, k) for k in range(3))
+    update, reset, new = (v.load(gates, k) for k in places)
     slope = v.add(v.load(dh), v.load(dy))
     dnew = v.mul(v.mul(slope, v.rest(update)), v.bend(new))
     of_gates = v.mul(v.mul(slope, v.sub(v.load(h), new)), v.slope(update)), v.mul(v.mul(dnew, v.load(kept)), v.slope(reset))
-    for k, value in enumerate((*of_gates, dnew)):
+    for k, value in zip(places, (*of_gates, dnew), strict=True):
         v.store(value, da, k)
-    for k, value in enumerate((*of_gates, v.mul(dnew, reset))):
+    for k, value in zip(places, (*of_gates, v.mul(dnew, reset)), strict=True):
         v.store(value, dproduct, k)
     v.store(v.mul(slope, update), dh)
 
@@ -134,10 +144,8 @@ def _relu_back(v: Vector) -> None:
     v.store(v.number(0.0), dh)
 
 
-add, lstm_back, gru_reset_after_back = (
-    row_function(2, _add),
-    row_function(7, _lstm_back),
-    row_function(7, _gru_reset_after_back),
-)
+add = row_function(2, _add)
+lstm_back, pytorch_lstm_back = _in_orders(7, _lstm_back, LSTM_PLACES)
+gru_reset_after_back, pytorch_gru_back = _in_orders(7, _gru_reset_after_back, GRU_PLACES)
 gru_new_back, gru_reset_back = row_function(5, _gru_new_back), row_function(5, _gru_reset_back)
 tanh_back, relu_back = row_function(4, _tanh_back), row_function(4, _relu_back)

@@ -32,6 +32,7 @@ from graphc.backends.onnxruntime.vectors.tiles import SIDE, STEP_BYTES
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import static_dims
 from graphc.ir.ops import recurrent_training as op
+from graphc.ir.ops.gate_order import PYTORCH
 
 _CELLS = {
     op.LSTM: loops.LSTM,
@@ -54,6 +55,7 @@ class _Layer:
 
     def __init__(self, k: Binding, r: Array, batch: int, *, transposed: bool) -> None:
         self.pool, self.cell = k.pool, _CELLS[k.attributes["cell"]]
+        self.pytorch = int(k.attributes["order"] == PYTORCH)
         self.count, self.wide, self.hidden = r.shape
         direction = k.attributes["direction"]
         self.backward = np.array([direction == "reverse", True][: self.count])
@@ -123,6 +125,7 @@ def recurrent_training(k: Binding) -> Run:
     kept = _NOTHING if layer.cell in (loops.TANH, loops.RELU) else made(3, (1, batch, count, hidden), time)
     arguments = (
         layer.cell,
+        layer.pytorch,
         layer.backward,
         layer.parts,
         projected.reshape(time, batch, count, wide),
@@ -170,6 +173,7 @@ def recurrent_training_grad(k: Binding) -> Run:
     dproduct = np.empty(shape, dtype=np.float32) if layer.cell == loops.GRU_RESET_AFTER else da
     arguments = (
         layer.cell,
+        layer.pytorch,
         layer.backward,
         layer.parts,
         y,

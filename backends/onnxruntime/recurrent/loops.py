@@ -27,10 +27,11 @@ def _multiply(tiles, a, lda, b, columns, depth, c, ldc, rows):
 
 @jit
 def forward(
-    cell, backward, parts, projected, lengths, packed, packed_new, bias, work, split, gates, kept, h, c, y, start, stop
+    cell, pytorch, backward, parts, projected, lengths, packed, packed_new, bias, work, split, gates, kept, h, c, y, start, stop
 ):
     """Run the steps of some shares.
 
+    ``pytorch``: whether the gates lie in PyTorch's order.
     projected, gates: time × batch × directions × gates·hidden. kept: time × batch × directions × hidden (an RNN: empty).
     The time of gates and kept may be one, where no gradient reads them: a step then writes over those of the step before.
     lengths: batch, or empty. packed: the panels of rᵀ (see :mod:`.products`), for a GRU those of its first two gates;
@@ -71,10 +72,14 @@ def forward(
                         gates[t, b, d, j] = 0.0
                     for j in range(n if keeps_cells else 0):
                         kept[t, b, d, j] = 0.0
+                elif cell == LSTM and pytorch:
+                    row.pytorch_lstm(n, (x, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
                 elif cell == LSTM:
                     row.lstm(n, (x, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
                 elif cell == GRU:
                     row.gru_gates(n, (x, p, g, before, k))
+                elif cell == GRU_RESET_AFTER and pytorch:
+                    row.pytorch_gru(n, (x, p, g, before, out, k, of_bias + d * to_kept))
                 elif cell == GRU_RESET_AFTER:
                     row.gru_reset_after(n, (x, p, g, before, out, k, of_bias + d * to_kept))
                 elif cell == TANH:
@@ -104,6 +109,7 @@ def _is_first(source, time, backward, lengths, b):
 @jit
 def backpropagate(
     cell,
+    pytorch,
     backward,
     parts,
     y,
@@ -182,9 +188,14 @@ def backpropagate(
                     held = of_kept + ((source * batch + b) * count + d) * to_kept
                     if begins:
                         held = c.ctypes.data + (d * batch + b) * to_kept
-                    row.lstm_back(n, (g, k, held, slope, dhb, dcb, a))
+                    if pytorch:
+                        row.pytorch_lstm_back(n, (g, k, held, slope, dhb, dcb, a))
+                    else:
+                        row.lstm_back(n, (g, k, held, slope, dhb, dcb, a))
                 elif cell == GRU:
                     row.gru_new_back(n, (g, e, slope, dhb, a))
+                elif cell == GRU_RESET_AFTER and pytorch:
+                    row.pytorch_gru_back(n, (g, k, e, slope, dhb, a, of_dproduct + at * line))
                 elif cell == GRU_RESET_AFTER:
                     row.gru_reset_after_back(n, (g, k, e, slope, dhb, a, of_dproduct + at * line))
                 elif cell == TANH:

@@ -14,13 +14,18 @@ import onnx_ir as ir
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
 from graphc.ir.facts import dims, static_dims
+from graphc.ir.ops.gate_order import ONNX, Places
 from graphc.ir.ops.recurrent import by_direction, initial_states, step_mask
 from graphc.ir.ops.recurrent_training import (
     GRU,
     GRU_RESET_AFTER,
     LSTM,
+    PLACES,
     RELU,
     TANH,
+    Found,
+    by_gate,
+    in_place,
     is_backward,
     joined,
     loop_body,
@@ -49,7 +54,7 @@ def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> 
     inputs="y gates r cells? lengths? h? c? dy? dy_h? dy_c?",
     outputs="dprojected dr dh dextra?",
     infer=_infer,
-    attributes={"cell": REQUIRED, "direction": "forward"},
+    attributes={"cell": REQUIRED, "direction": "forward", "order": ONNX},
 )
 def recurrent_training_grad(
     op: Builder,
@@ -66,6 +71,7 @@ def recurrent_training_grad(
     *,
     cell: str,
     direction: str,
+    order: str,
 ) -> tuple[ir.Value, ...]:
     """Gradient of RecurrentTraining: of ``projected``, ``r`` and ``h``, and as ``dextra`` that of ``c`` (of an LSTM) or of
     ``hidden_bias`` (of a GRU that resets the product).
@@ -73,7 +79,7 @@ def recurrent_training_grad(
     For t from the last step to the first, with a the gates before their activation: ∂a by the cell's formula from ∂hₜ,
     ∂hₜ₋₁ = ∂a·R;  then ∂R = Σ ∂aᵀ·hₜ₋₁ over all steps in one product.
     """
-    count, _, hidden = static_dims(r) or (1, 0, 0)
+    (count, _, hidden), places = static_dims(r) or (1, 0, 0), PLACES.get(cell, {}).get(order, ())
     mask = step_mask(op, gates, lengths)
     parts = [split(op, v, count) if v is not None else [None] * count for v in (gates, cells)]
     outs = [_unstacked(op, v, count) for v in (y, dy)]
@@ -91,7 +97,7 @@ def recurrent_training_grad(
         before, (now, held_now, *rest) = values[: len(states)], values[len(states) :]
         saved = rest.pop(0) if cells is not None else None
         dh = inner.Add(before[0], rest.pop(0)) if dy is not None else before[0]
-        after, seen = _BACKWARD[cell](inner, now, saved, held_now, [dh, *before[1:]], weights[k], hidden)
+        after, seen = _BACKWARD[cell](inner, now, saved, held_now, [dh, *before[1:]], weights[k], hidden, places)
         if mask is not None:
             after = [inner.Where(rest[-1], new, old) for new, old in zip(after, before, strict=True)]
             seen = [inner.Where(rest[-1], v, inner.scalar(0, v)) for v in seen]
@@ -142,21 +148,17 @@ def _bend(op: Builder, gate: Any) -> Any:
     return op.Sub(1.0, op.Mul(gate, gate))
 
 
-Found = tuple[list[Any], list[Any]]
-"""The gradients of the states before a step, and those of its gates."""
-
-
-def _lstm(op: Builder, gates: Any, cell: Any, held: Any, slopes: Sequence[Any], r: Any, hidden: int) -> Found:
-    (dh, dc), (i, o, f, new) = slopes, op.Split(gates, axis=-1, num_outputs=4, _outputs=4)
+def _lstm(op: Builder, gates: Any, cell: Any, held: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
+    (dh, dc), (i, o, f, new) = slopes, by_gate(op.Split(gates, axis=-1, num_outputs=4, _outputs=4), places)
     t = op.Tanh(cell)
     dcell = op.Add(dc, op.Mul(op.Mul(dh, o), _bend(op, t)))
     di, do = op.Mul(op.Mul(dcell, new), _slope(op, i)), op.Mul(op.Mul(dh, t), _slope(op, o))
     df, dnew = op.Mul(op.Mul(dcell, held), _slope(op, f)), op.Mul(op.Mul(dcell, i), _bend(op, new))
-    da = op.Concat(di, do, df, dnew, axis=-1)
+    da = op.Concat(*in_place((di, do, df, dnew), places), axis=-1)
     return [op.MatMul(da, r), op.Mul(dcell, f)], [da]
 
 
-def _gru(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int) -> Found:
+def _gru(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
     (dh,), (z, reset, new) = slopes, op.Split(gates, axis=-1, num_outputs=3, _outputs=3)
     r_gates, r_new = op.Split(r, op.const([2 * hidden, hidden]), axis=0, _outputs=2)
     dnew = op.Mul(op.Mul(dh, op.Sub(1.0, z)), _bend(op, new))
@@ -167,21 +169,23 @@ def _gru(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: A
     return [op.Add(through, op.MatMul(gate_slopes, r_gates))], [op.Concat(gate_slopes, dnew, axis=-1)]
 
 
-def _gru_reset_after(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int) -> Found:
-    (dh,), (z, reset, new) = slopes, op.Split(gates, axis=-1, num_outputs=3, _outputs=3)
+def _gru_reset_after(
+    op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places
+) -> Found:
+    (dh,), (z, reset, new) = slopes, by_gate(op.Split(gates, axis=-1, num_outputs=3, _outputs=3), places)
     dnew = op.Mul(op.Mul(dh, op.Sub(1.0, z)), _bend(op, new))
     dz, dreset = op.Mul(op.Mul(dh, op.Sub(h, new)), _slope(op, z)), op.Mul(op.Mul(dnew, kept), _slope(op, reset))
     dkept = op.Mul(dnew, reset)
-    product = op.MatMul(op.Concat(dz, dreset, dkept, axis=-1), r)
-    return [op.Add(op.Mul(dh, z), product)], [op.Concat(dz, dreset, dnew, axis=-1), dkept]
+    product = op.MatMul(op.Concat(*in_place((dz, dreset, dkept), places), axis=-1), r)
+    return [op.Add(op.Mul(dh, z), product)], [op.Concat(*in_place((dz, dreset, dnew), places), axis=-1), dkept]
 
 
-def _tanh(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int) -> Found:
+def _tanh(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
     da = op.Mul(slopes[0], _bend(op, gates))
     return [op.MatMul(da, r)], [da]
 
 
-def _relu(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int) -> Found:
+def _relu(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
     da = op.graphc.ReluGrad(slopes[0], gates)
     return [op.MatMul(da, r)], [da]
 

@@ -1,6 +1,6 @@
 """A recurrent layer that keeps its gates for its gradient.
 
-    y, y_h, gates, cells?, y_c? = graphc.RecurrentTraining(projected, r, hidden_bias?, lengths?, h?, c?; cell, direction)
+    y, y_h, gates, cells?, y_c? = graphc.RecurrentTraining(projected, r, hidden_bias?, lengths?, h?, c?; cell, direction, order)
     dprojected, dr, dh, dextra? = graphc.RecurrentTrainingGrad(y, gates, r, cells?, lengths?, h?, c?, dy?, dy_h?, dy_c?; …)
 
 ``projected`` is x·Wᵀ + b for all steps and directions, so that the products with W are ordinary matrix products
@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
 from graphc.ir.facts import dims, input_of, is_zero, static_dims
+from graphc.ir.ops.gate_order import GRU_PLACES, LSTM_PLACES, ONNX, PYTORCH, Places, as_kept
 from graphc.ir.ops.recurrent import DEFAULTS, GATES, by_direction, initial_states, step_mask
 from graphc.ir.subgraphs import finish_body, new_body
 
@@ -34,6 +35,9 @@ _CELLS = {
     (1, ("relu",), False): RELU,
 }
 """Number of gates, activations and ``linear_before_reset`` of each cell."""
+
+PLACES: Mapping[str, Mapping[str, Places]] = {LSTM: LSTM_PLACES, GRU_RESET_AFTER: GRU_PLACES}
+"""Cells of which the gates may lie in PyTorch's order (:mod:`.gate_order`)."""
 
 _PEEPHOLES = 7
 
@@ -63,15 +67,27 @@ def training_form(op: Builder, node: ir.Node) -> tuple[ir.Value, ...] | None:
         return None
     (count, rows, width), hidden = shapes[0], shapes[1][-1]
     b, lengths, *states = [*node.inputs, *[None] * 4][3:7]
+    w, r, b, order = _as_kept(op, cell, w, r, b)
     h, c = (None if v is None or is_zero(v) else v for v in states)  # PyTorch's exporters always write zeros
     bias, hidden_bias = _biases(op, b, cell, hidden)
     product = [op.Reshape(x, [-1, width]), op.Reshape(w, [count * rows, width])]
     product += [op.Reshape(bias, [count * rows])] if bias is not None else []
     projected = op.Reshape(op.Gemm(*product, transB=1), op.lengths((x, 0), (x, 1), count * rows))
-    attributes = {"cell": cell, "direction": node.attributes.get_string("direction", "forward")}
+    attributes = {"cell": cell, "direction": node.attributes.get_string("direction", "forward"), "order": order}
     operands = [projected, r, hidden_bias, lengths, h, c if cell == LSTM else None]
     made = op.emit("RecurrentTraining", operands, attributes, domain="graphc", outputs=OUTPUTS[cell])
     return (made[0], made[1], made[4]) if cell == LSTM else (made[0], made[1])
+
+
+def _as_kept(op: Builder, cell: str, w: Any, r: Any, b: Any) -> tuple[Any, Any, Any, str]:
+    """Weights and bias without the cuts that bring their gates into ONNX's order, and the order that they have then."""
+    if cell not in PLACES:
+        return w, r, b, ONNX
+    places = PLACES[cell][PYTORCH]
+    kept = [as_kept(op, v, 1, places) for v in (w, r, b) if v is not None]
+    if any(v is None for v in kept):
+        return w, r, b, ONNX
+    return kept[0], kept[1], kept[2] if b is not None else None, PYTORCH
 
 
 def _biases(op: Builder, bias: ir.Value | None, cell: str, hidden: int) -> tuple[Any, Any]:
@@ -103,7 +119,7 @@ def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> 
     inputs="projected r hidden_bias? lengths? h? c?",
     outputs="y y_h gates cells? y_c?",
     infer=_infer,
-    attributes={"cell": REQUIRED, "direction": "forward"},
+    attributes={"cell": REQUIRED, "direction": "forward", "order": ONNX},
 )
 def recurrent_training(
     op: Builder,
@@ -116,10 +132,12 @@ def recurrent_training(
     *,
     cell: str,
     direction: str,
+    order: str,
 ) -> tuple[ir.Value, ...]:
     """Run a recurrent layer and keep what its gradient reads.
 
-    ``projected``: time × batch × directions·gates·hidden, gates in ONNX's order (LSTM i, o, f, new; GRU z, r, new).
+    ``projected``: time × batch × directions·gates·hidden, gates in ONNX's order (LSTM i, o, f, new; GRU z, r, new)
+    or, with ``order="pytorch"``, in PyTorch's (LSTM i, f, new, o; GRU r, z, new).
     ``r``: directions × gates·hidden × hidden. ``hidden_bias``: directions × hidden, of a GRU that resets the product.
     ``lengths``: batch, int32; ``h`` and ``c``: directions × batch × hidden, zero by default.
     ``y``: time × directions × batch × hidden; ``y_h`` and, of an LSTM, ``y_c``: the final states.
@@ -134,7 +152,7 @@ def recurrent_training(
     starts = [initial_states(op, v, projected, count, hidden, False) for v in ([h, c] if cell == LSTM else [h])]
     found = []
     for k in range(count):
-        operands = op.Transpose(weights[k], perm=[1, 0]), biases[k], hidden
+        operands = op.Transpose(weights[k], perm=[1, 0]), biases[k], hidden, PLACES.get(cell, {}).get(order, ())
         scanned = [steps[k], *([] if mask is None else [mask])]
         states = [s[k] for s in starts]
         graph, inner, values = loop_body(op, states, scanned)
@@ -180,15 +198,29 @@ def scan(op: Builder, body: ir.Graph, states: Sequence[Any], scanned: Sequence[A
     return op.emit("Scan", [*states, *scanned], attributes, outputs=len(states) + seen)
 
 
-def _lstm(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+Found: TypeAlias = tuple[list[Any], list[Any]]
+"""What a step gives: the states after it and what it keeps; backward, gradients of the states before it and of its gates."""
+
+
+def by_gate(parts: Sequence[Any], places: Places) -> list[Any]:
+    """The gates in ONNX's order."""
+    return [parts[place] for place in places]
+
+
+def in_place(gates: Sequence[Any], places: Places) -> list[Any]:
+    """Gates in ONNX's order, each at its place."""
+    return [gates[places.index(k)] for k in range(len(gates))]
+
+
+def _lstm(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
     h, c = before
-    i, o, f, new = op.Split(op.Add(x, op.MatMul(h, r)), axis=-1, num_outputs=4, _outputs=4)
+    i, o, f, new = by_gate(op.Split(op.Add(x, op.MatMul(h, r)), axis=-1, num_outputs=4, _outputs=4), places)
     i, o, f, new = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(new)
     cell = op.Add(op.Mul(f, c), op.Mul(i, new))
-    return [op.Mul(o, op.Tanh(cell)), cell], [op.Concat(i, o, f, new, axis=-1), cell]
+    return [op.Mul(o, op.Tanh(cell)), cell], [op.Concat(*in_place((i, o, f, new), places), axis=-1), cell]
 
 
-def _gru(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+def _gru(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
     (h,), sizes = before, op.const([2 * hidden, hidden])
     (of_gates, of_new), (r_gates, r_new) = (op.Split(v, sizes, axis=-1, _outputs=2) for v in (x, r))
     update, reset = op.Split(op.Sigmoid(op.Add(of_gates, op.MatMul(h, r_gates))), axis=-1, num_outputs=2, _outputs=2)
@@ -197,25 +229,26 @@ def _gru(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: 
     return [_mixed(op, update, new, h)], [op.Concat(update, reset, new, axis=-1), kept]
 
 
-def _gru_reset_after(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+def _gru_reset_after(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
     (h,), sizes = before, op.const([2 * hidden, hidden])
     (of_gates, of_new), (gates, kept) = (op.Split(v, sizes, axis=-1, _outputs=2) for v in (x, op.MatMul(h, r)))
     kept = kept if bias is None else op.Add(kept, bias)
-    update, reset = op.Split(op.Sigmoid(op.Add(of_gates, gates)), axis=-1, num_outputs=2, _outputs=2)
+    of_both = op.Split(op.Sigmoid(op.Add(of_gates, gates)), axis=-1, num_outputs=2, _outputs=2)
+    update, reset = by_gate(of_both, places[:2])
     new = op.Tanh(op.Add(of_new, op.Mul(reset, kept)))
-    return [_mixed(op, update, new, h)], [op.Concat(update, reset, new, axis=-1), kept]
+    return [_mixed(op, update, new, h)], [op.Concat(*in_place((update, reset, new), places), axis=-1), kept]
 
 
 def _mixed(op: Builder, update: Any, new: Any, h: Any) -> Any:
     return op.Add(op.Mul(op.Sub(1.0, update), new), op.Mul(update, h))
 
 
-def _tanh(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+def _tanh(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
     h = op.Tanh(op.Add(x, op.MatMul(before[0], r)))
     return [h], [h]
 
 
-def _relu(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int) -> tuple[list[Any], list[Any]]:
+def _relu(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
     h = op.Relu(op.Add(x, op.MatMul(before[0], r)))
     return [h], [h]
 

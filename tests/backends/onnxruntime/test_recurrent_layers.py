@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from graphc.backends.onnxruntime.pool import ThreadPool
-from graphc.ir.ops.recurrent_training import GRU, GRU_RESET_AFTER, LSTM, RELU, TANH
+from graphc.ir.ops.gate_order import PYTORCH
+from graphc.ir.ops.recurrent_training import GRU, GRU_RESET_AFTER, LSTM, PLACES, RELU, TANH
 from tests.backends.onnxruntime.node_cases import compare, native, reference
 from tests.tiers import thinned
 
@@ -60,8 +61,21 @@ CASES = [
 def test_a_layer_and_its_gradient(
     cell: str, direction: str, sizes: tuple[int, int, int], ragged: bool, states: bool, pool: ThreadPool
 ) -> None:
-    inputs = operands(cell, direction, sizes, ragged=ragged, states=states)
-    attributes = {"cell": cell, "direction": direction}
+    check_layer({"cell": cell, "direction": direction}, sizes, pool, ragged=ragged, states=states)
+
+
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("cell", PLACES)
+def test_gates_in_the_order_of_pytorch(cell: str, direction: str, pool: ThreadPool) -> None:
+    check_layer({"cell": cell, "direction": direction, "order": PYTORCH}, (4, 9, 21), pool, ragged=True, states=True)
+
+
+def check_layer(
+    attributes: dict[str, Any], sizes: tuple[int, int, int], pool: ThreadPool, *, ragged: bool, states: bool
+) -> None:
+    """Compare both kernels with the decompositions of their ops."""
+    cell = attributes["cell"]
+    inputs = operands(cell, attributes["direction"], sizes, ragged=ragged, states=states)
     while inputs[-1] is None:
         inputs.pop()
     compare("graphc::RecurrentTraining", inputs, attributes, pool)

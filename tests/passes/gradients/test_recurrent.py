@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+import graphc
 from graphc.backend import make_backend
 from graphc.errors import UnsupportedOpError
 from graphc.ir.builder import Builder
@@ -274,6 +275,97 @@ def test_gradients_match_pytorch(kind: str, bidirectional: bool) -> None:
         for name, array in pairs.items():
             theirs = getattr(module, name + end).grad.numpy()
             np.testing.assert_allclose(torch_order(array), theirs, rtol=2e-4, atol=1e-5, err_msg=name + end)
+
+
+class Layer(torch.nn.Module):
+    """A recurrent layer and a product with its last output."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.layers = getattr(torch.nn, kind)(5, 7, **options)
+        self.head = torch.nn.Linear(14 if options.get("bidirectional") else 7, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.layers(x)[0][-1])
+
+
+@pytest.mark.parametrize("backend", ["numpy", "onnxruntime"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("LSTM", {"num_layers": 2}),
+        ("LSTM", {"bidirectional": True, "bias": False}),
+        ("GRU", {"bias": False}),
+        ("GRU", {"bidirectional": True}),
+    ],
+)
+def test_an_exported_layer_reads_its_weights_as_they_are(kind: str, options: dict[str, Any], backend: str) -> None:
+    torch.manual_seed(3)
+    module, x, label = Layer(kind, **options), torch.randn(6, 4, 5), torch.randint(0, 3, (4,))
+    program = graphc.compile(
+        module,
+        example_inputs=(x,),
+        loss=graphc.losses.SoftmaxCrossEntropy(),
+        optimizer=graphc.optim.SGD(lr=0.5),
+        backend=backend,
+    )
+    layers = [node for node in program.model.graph if node.op_type == "RecurrentTraining"]
+    assert layers
+    for node in layers:
+        assert node.attributes.get_string("order") == "pytorch"
+    cut = [node.inputs[0].name or "" for node in program.model.graph if node.op_type == "Slice" and node.inputs[0] is not None]
+    assert not [name for name in cut if "weight" in name or "bias_" in name], "no weight is cut into its gates"
+    trainer = graphc.Trainer(program)
+    feeds = {program.model.graph.inputs[0].name or "": x.numpy(), "label": label.numpy()}
+    ours = [trainer.step(feeds)["loss"] for _ in range(3)]
+    values = trainer.trained_values()
+    trainer.close()
+    optimizer, theirs = torch.optim.SGD(module.parameters(), lr=0.5), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(module(x), label)
+        loss.backward()
+        optimizer.step()
+        theirs.append(loss.item())
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(values[name], parameter.detach().numpy(), rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def cut(*places: str) -> str:
+    """Slices of the gates of an LSTM."""
+    return " ".join(f"{gate} = Slice ({place}, axis)" for gate, place in zip("iofc", places, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cuts", "order"),
+    [
+        (cut("k, at0, at3", "k, at9, at12", "k, at3, at6", "k, at6, at9"), "pytorch"),
+        ("i, f, c, o = Split <num_outputs = 4> (k)", "pytorch"),
+        ("i, o, f, c = Split <num_outputs = 4> (k)", "onnx"),
+        ("f, i, c, o = Split <num_outputs = 4> (k)", "onnx"),
+        ("i, f, c, o = Split (k, uneven)", "onnx"),
+        (cut("k, at0, at3", "k, at9, at12", "k, at3, at6", "k, at3, at6"), "onnx"),
+        (cut("k, at0, at3", "k, at9, at12", "other, at3, at6", "k, at6, at9"), "onnx"),
+    ],
+)
+def test_the_order_of_gates_is_that_of_the_cuts(cuts: str, order: str) -> None:
+    model = from_text(f"""<ir_version: 11, opset_import: ["" : 26]>
+    main (float[4,3,3] x) => (float[4,1,3,3] y)
+      <float[12,3] k = {{}}, float[12,3] other = {{}}, int64[1] axis = {{0}},
+       int64[1] at0 = {{0}}, int64[1] at3 = {{3}}, int64[1] at6 = {{6}},
+       int64[1] at9 = {{9}}, int64[1] at12 = {{12}}, int64[4] uneven = {{3,2,4,3}}>
+    {{
+       {cuts}
+       joined = Concat <axis = 0> (i, o, f, c) w = Unsqueeze (joined, axis)
+       y = LSTM <hidden_size = 3> (x, w, w)
+    }}""")
+    node = next(n for n in model.graph if n.op_type == "LSTM")
+    op = Builder(model.graph)
+    op.before = node
+    made = kept(op, node)[0].producer()
+    assert made is not None
+    assert made.attributes.get_string("order") == order
 
 
 def test_outputs_that_are_left_out() -> None:
