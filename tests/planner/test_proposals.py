@@ -52,10 +52,8 @@ MODEL = network()
 
 
 def compiled(**options: Any) -> graphc.Program:
-    loss, optimizer = (
-        graphc.losses.SoftmaxCrossEntropy(),
-        graphc.optim.Adam(lr=0.01, eps=1e-4),
-    )  # no step by the rounding of a gradient near zero
+    loss = graphc.losses.SoftmaxCrossEntropy()
+    optimizer = graphc.optim.Adam(lr=0.01, eps=1e-4)  # a gradient near zero does not step by its rounding
     return graphc.compile(MODEL, loss=loss, optimizer=optimizer, **options)
 
 
