@@ -304,12 +304,17 @@ def permutation(node: ir.Node) -> list[int] | None:
 
 @rule("Transpose")
 def transpose(op: Builder, node: ir.Node) -> ir.Value | None:
-    """Transpose that moves nothing → x;   Transpose(Transpose(x, a), b) → Transpose(x, a∘b);   (a·b)ᵀ → bᵀ·aᵀ"""
+    """Transpose that moves nothing → x; only axes of size 1 → Reshape(x);   Transpose(Transpose(x, a), b) → Transpose(x, a∘b);
+    (a·b)ᵀ → bᵀ·aᵀ
+    """
     perm = permutation(node)
     if perm is None:
         return None
     if perm == sorted(perm):
         return node.inputs[0]
+    moved = _moved_alone(op, node, perm)
+    if moved is not None:
+        return moved
     inner = _producer(node.inputs[0], "Transpose")
     first = permutation(inner) if inner is not None else None
     if inner is None or first is None:
@@ -318,6 +323,15 @@ def transpose(op: Builder, node: ir.Node) -> ir.Value | None:
     if combined == sorted(combined):
         return inner.inputs[0]
     return op.Transpose(inner.inputs[0], perm=combined)  # type: ignore[no-any-return]
+
+
+def _moved_alone(op: Builder, node: ir.Node, perm: list[int]) -> ir.Value | None:
+    """The Reshape that a Transpose is when it leaves the order of all axes but those of size 1; None when it is none."""
+    sizes = dims(input_of(node))
+    if sizes is None or 0 in sizes or [axis for axis in perm if sizes[axis] != 1] != [k for k, n in enumerate(sizes) if n != 1]:
+        return None
+    target = [size if isinstance(size, int) else -1 for size in (sizes[axis] for axis in perm)]
+    return op.Reshape(node.inputs[0], target) if target.count(-1) <= 1 else None  # type: ignore[no-any-return]
 
 
 def _transposed_product(op: Builder, node: ir.Node) -> ir.Value | None:

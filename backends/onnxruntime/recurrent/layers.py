@@ -157,7 +157,7 @@ def _running(layer: _Layer, loop: Any, arguments: tuple[Any, ...], begin: list[t
     return run
 
 
-@kernel("onnxruntime", "graphc::RecurrentTrainingGrad", when=_is_native)
+@kernel("onnxruntime", "graphc::RecurrentTrainingGrad", when=_is_native, inplace={0: 1})
 def recurrent_training_grad(k: Binding) -> Run:
     """∂aₜ from ∂hₜ, ∂hₜ₋₁ = ∂aₜ·R;  then ∂R = Σ ∂aₜᵀ·hₜ₋₁"""
     (y, gates, r), (dprojected, dr, dh) = given(k.inputs, 3), given(k.outputs, 3)
