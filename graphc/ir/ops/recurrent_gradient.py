@@ -25,6 +25,7 @@ from graphc.ir.ops.recurrent_training import (
     TANH,
     Found,
     by_gate,
+    check_cell,
     in_place,
     is_backward,
     joined,
@@ -40,6 +41,7 @@ GRADIENTS = {LSTM: 4, GRU: 3, GRU_RESET_AFTER: 4, TANH: 3, RELU: 3}
 
 
 def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    check_cell(attributes)
     y, gates, r = inputs[:3]
     assert y is not None
     dtype, _ = spec_of(y)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
+from graphc.errors import ModelError
 from graphc.ir.builder import Builder
 from graphc.ir.declare import REQUIRED, Spec, declare, spec_of
 from graphc.ir.facts import dims, input_of, is_zero, static_dims
@@ -101,7 +102,23 @@ def _biases(op: Builder, bias: ir.Value | None, cell: str, hidden: int) -> tuple
     return op.Add(of_input, op.Concat(of_gates, op.zeros_like(of_new), axis=1)), of_new
 
 
+def check_cell(attributes: Mapping[str, Any]) -> None:
+    """Refuse a cell that is not known, and an order that it does not have.
+
+    Raises:
+        ModelError: a file has such a node.
+    """
+    cell, order = attributes["cell"], attributes["order"]
+    if cell not in OUTPUTS:
+        raise ModelError(f"cell is one of {', '.join(OUTPUTS)}, not {cell!r}")
+    if order != ONNX and order not in PLACES.get(cell, {}):
+        raise ModelError(
+            f"the order of the gates of {cell!r} is one of {', '.join(PLACES.get(cell, {ONNX: ()}))}, not {order!r}"
+        )
+
+
 def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:
+    check_cell(attributes)
     projected, r = inputs[:2]
     assert projected is not None
     assert r is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 import graphc
 from graphc.backend import make_backend
-from graphc.errors import UnsupportedOpError
+from graphc.errors import ModelError, UnsupportedOpError
 from graphc.ir.builder import Builder
 from graphc.ir.decomposition import replace_nodes
 from graphc.ir.ops.recurrent import RECURRENT, recurrence
@@ -366,6 +367,22 @@ def test_the_order_of_gates_is_that_of_the_cuts(cuts: str, order: str) -> None:
     made = kept(op, node)[0].producer()
     assert made is not None
     assert made.attributes.get_string("order") == order
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ('cell = "lstmm"', "cell is one of lstm, gru, gru_reset_after, tanh, relu, not 'lstmm'"),
+        ('cell = "lstm", order = "keras"', "the order of the gates of 'lstm' is one of onnx, pytorch, not 'keras'"),
+        ('cell = "gru", order = "pytorch"', "the order of the gates of 'gru' is one of onnx, not 'pytorch'"),
+    ],
+)
+def test_a_cell_or_an_order_that_is_not_known_is_named(attributes: str, message: str) -> None:
+    text = f"""<ir_version: 11, opset_import: ["" : 26, "graphc" : 1]>
+    main (float[4,3,8] x) => (float[4,1,3,2] y) <float[1,8,2] r = {{}}> {{ y = graphc.RecurrentTraining <{attributes}> (x, r) }}
+    """
+    with pytest.raises(ModelError, match=re.escape(message)):
+        from_text(text)
 
 
 def test_outputs_that_are_left_out() -> None:
