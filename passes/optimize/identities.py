@@ -331,7 +331,7 @@ def _moved_alone(op: Builder, node: ir.Node, perm: list[int]) -> ir.Value | None
     if sizes is None or 0 in sizes or [axis for axis in perm if sizes[axis] != 1] != [k for k, n in enumerate(sizes) if n != 1]:
         return None
     target = [size if isinstance(size, int) else -1 for size in (sizes[axis] for axis in perm)]
-    return op.Reshape(node.inputs[0], target) if target.count(-1) <= 1 else None  # type: ignore[no-any-return]
+    return op.Reshape(node.inputs[0], target) if target.count(-1) <= 1 else None
 
 
 def _transposed_product(op: Builder, node: ir.Node) -> ir.Value | None:
