@@ -23,10 +23,10 @@ from graphc.ir.ops.recurrent_training import (
     PLACES,
     RELU,
     TANH,
-    Found,
+    StepResult,
+    at_places,
     by_gate,
     check_cell,
-    in_place,
     is_backward,
     joined,
     loop_body,
@@ -150,17 +150,19 @@ def _bend(op: Builder, gate: Any) -> Any:
     return op.Sub(1.0, op.Mul(gate, gate))
 
 
-def _lstm(op: Builder, gates: Any, cell: Any, held: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
+def _lstm(
+    op: Builder, gates: Any, cell: Any, held: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places
+) -> StepResult:
     (dh, dc), (i, o, f, new) = slopes, by_gate(op.Split(gates, axis=-1, num_outputs=4, _outputs=4), places)
     t = op.Tanh(cell)
     dcell = op.Add(dc, op.Mul(op.Mul(dh, o), _bend(op, t)))
     di, do = op.Mul(op.Mul(dcell, new), _slope(op, i)), op.Mul(op.Mul(dh, t), _slope(op, o))
     df, dnew = op.Mul(op.Mul(dcell, held), _slope(op, f)), op.Mul(op.Mul(dcell, i), _bend(op, new))
-    da = op.Concat(*in_place((di, do, df, dnew), places), axis=-1)
+    da = op.Concat(*at_places((di, do, df, dnew), places), axis=-1)
     return [op.MatMul(da, r), op.Mul(dcell, f)], [da]
 
 
-def _gru(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
+def _gru(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> StepResult:
     (dh,), (z, reset, new) = slopes, op.Split(gates, axis=-1, num_outputs=3, _outputs=3)
     r_gates, r_new = op.Split(r, op.const([2 * hidden, hidden]), axis=0, _outputs=2)
     dnew = op.Mul(op.Mul(dh, op.Sub(1.0, z)), _bend(op, new))
@@ -173,21 +175,21 @@ def _gru(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: A
 
 def _gru_reset_after(
     op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places
-) -> Found:
+) -> StepResult:
     (dh,), (z, reset, new) = slopes, by_gate(op.Split(gates, axis=-1, num_outputs=3, _outputs=3), places)
     dnew = op.Mul(op.Mul(dh, op.Sub(1.0, z)), _bend(op, new))
     dz, dreset = op.Mul(op.Mul(dh, op.Sub(h, new)), _slope(op, z)), op.Mul(op.Mul(dnew, kept), _slope(op, reset))
     dkept = op.Mul(dnew, reset)
-    product = op.MatMul(op.Concat(*in_place((dz, dreset, dkept), places), axis=-1), r)
-    return [op.Add(op.Mul(dh, z), product)], [op.Concat(*in_place((dz, dreset, dnew), places), axis=-1), dkept]
+    product = op.MatMul(op.Concat(*at_places((dz, dreset, dkept), places), axis=-1), r)
+    return [op.Add(op.Mul(dh, z), product)], [op.Concat(*at_places((dz, dreset, dnew), places), axis=-1), dkept]
 
 
-def _tanh(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
+def _tanh(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> StepResult:
     da = op.Mul(slopes[0], _bend(op, gates))
     return [op.MatMul(da, r)], [da]
 
 
-def _relu(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> Found:
+def _relu(op: Builder, gates: Any, kept: Any, h: Any, slopes: Sequence[Any], r: Any, hidden: int, places: Places) -> StepResult:
     da = op.graphc.ReluGrad(slopes[0], gates)
     return [op.MatMul(da, r)], [da]
 

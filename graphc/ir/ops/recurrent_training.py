@@ -215,7 +215,7 @@ def scan(op: Builder, body: ir.Graph, states: Sequence[Any], scanned: Sequence[A
     return op.emit("Scan", [*states, *scanned], attributes, outputs=len(states) + seen)
 
 
-Found: TypeAlias = tuple[list[Any], list[Any]]
+StepResult: TypeAlias = tuple[list[Any], list[Any]]
 """What a step gives: the states after it and what it keeps; backward, gradients of the states before it and of its gates."""
 
 
@@ -224,20 +224,20 @@ def by_gate(parts: Sequence[Any], places: Places) -> list[Any]:
     return [parts[place] for place in places]
 
 
-def in_place(gates: Sequence[Any], places: Places) -> list[Any]:
-    """Gates in ONNX's order, each at its place."""
+def at_places(gates: Sequence[Any], places: Places) -> list[Any]:
+    """Gates that are given in ONNX's order, each at its place."""
     return [gates[places.index(k)] for k in range(len(gates))]
 
 
-def _lstm(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
+def _lstm(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> StepResult:
     h, c = before
     i, o, f, new = by_gate(op.Split(op.Add(x, op.MatMul(h, r)), axis=-1, num_outputs=4, _outputs=4), places)
     i, o, f, new = op.Sigmoid(i), op.Sigmoid(o), op.Sigmoid(f), op.Tanh(new)
     cell = op.Add(op.Mul(f, c), op.Mul(i, new))
-    return [op.Mul(o, op.Tanh(cell)), cell], [op.Concat(*in_place((i, o, f, new), places), axis=-1), cell]
+    return [op.Mul(o, op.Tanh(cell)), cell], [op.Concat(*at_places((i, o, f, new), places), axis=-1), cell]
 
 
-def _gru(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
+def _gru(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> StepResult:
     (h,), sizes = before, op.const([2 * hidden, hidden])
     (of_gates, of_new), (r_gates, r_new) = (op.Split(v, sizes, axis=-1, _outputs=2) for v in (x, r))
     update, reset = op.Split(op.Sigmoid(op.Add(of_gates, op.MatMul(h, r_gates))), axis=-1, num_outputs=2, _outputs=2)
@@ -246,26 +246,26 @@ def _gru(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: 
     return [_mixed(op, update, new, h)], [op.Concat(update, reset, new, axis=-1), kept]
 
 
-def _gru_reset_after(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
+def _gru_reset_after(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> StepResult:
     (h,), sizes = before, op.const([2 * hidden, hidden])
     (of_gates, of_new), (gates, kept) = (op.Split(v, sizes, axis=-1, _outputs=2) for v in (x, op.MatMul(h, r)))
     kept = kept if bias is None else op.Add(kept, bias)
     of_both = op.Split(op.Sigmoid(op.Add(of_gates, gates)), axis=-1, num_outputs=2, _outputs=2)
     update, reset = by_gate(of_both, places[:2])
     new = op.Tanh(op.Add(of_new, op.Mul(reset, kept)))
-    return [_mixed(op, update, new, h)], [op.Concat(*in_place((update, reset, new), places), axis=-1), kept]
+    return [_mixed(op, update, new, h)], [op.Concat(*at_places((update, reset, new), places), axis=-1), kept]
 
 
 def _mixed(op: Builder, update: Any, new: Any, h: Any) -> Any:
     return op.Add(op.Mul(op.Sub(1.0, update), new), op.Mul(update, h))
 
 
-def _tanh(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
+def _tanh(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> StepResult:
     h = op.Tanh(op.Add(x, op.MatMul(before[0], r)))
     return [h], [h]
 
 
-def _relu(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> Found:
+def _relu(op: Builder, x: Any, before: Sequence[Any], r: Any, bias: Any, hidden: int, places: Places) -> StepResult:
     h = op.Relu(op.Add(x, op.MatMul(before[0], r)))
     return [h], [h]
 
