@@ -111,10 +111,9 @@ def check_cell(attributes: Mapping[str, Any]) -> None:
     cell, order = attributes["cell"], attributes["order"]
     if cell not in OUTPUTS:
         raise ModelError(f"cell is one of {', '.join(OUTPUTS)}, not {cell!r}")
-    if order != ONNX and order not in PLACES.get(cell, {}):
-        raise ModelError(
-            f"the order of the gates of {cell!r} is one of {', '.join(PLACES.get(cell, {ONNX: ()}))}, not {order!r}"
-        )
+    orders = PLACES.get(cell, {ONNX: ()})
+    if order not in orders:
+        raise ModelError(f"the order of the gates of {cell!r} is one of {', '.join(orders)}, not {order!r}")
 
 
 def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> Sequence[Spec]:

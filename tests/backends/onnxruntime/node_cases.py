@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, native_kernel
+from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.backends.onnxruntime.pool import ThreadPool
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
@@ -86,6 +88,14 @@ def native(
     for k in places:
         assert within[k].tobytes() == outputs[k].tobytes()  # and in the place of an operand
     return outputs
+
+
+def used_pool(threads: int) -> Iterator[ThreadPool]:
+    """A pool whose scratchpad holds what others leave there."""
+    made = ThreadPool(threads)
+    scratchpad_of(made).floats((1 << 22,))[0][:] = np.nan
+    yield made
+    made.close()
 
 
 def _fits(operand: np.ndarray[Any, Any] | None, output: np.ndarray[Any, Any]) -> bool:

@@ -13,10 +13,9 @@ torch = pytest.importorskip("torch")
 
 from graphc.backends.onnxruntime.kernels import direct, direct_plans, onednn  # noqa: E402
 from graphc.backends.onnxruntime.kernels.epilogues import PLAIN, ConvEpilogue  # noqa: E402
-from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402
-from tests.backends.onnxruntime.node_cases import native  # noqa: E402
+from tests.backends.onnxruntime.node_cases import native, used_pool  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 
@@ -42,10 +41,7 @@ CASES = {
 
 @pytest.fixture(params=[1, 3])
 def pool(request: pytest.FixtureRequest) -> Iterator[ThreadPool]:
-    made = ThreadPool(request.param)
-    scratchpad_of(made).floats((1 << 22,))[0][:] = np.nan  # what others leave there
-    yield made
-    made.close()
+    yield from used_pool(request.param)
 
 
 def arrays(case: str) -> tuple[Window, int, list[Array]]:
