@@ -9,8 +9,6 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Binding, Pool, native_kernel
-from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
-from graphc.backends.onnxruntime.pool import ThreadPool
 from graphc.ir import IR_VERSION, OPSET
 from graphc.ir.builder import Builder
 from graphc.ir.declare import declaration_of
@@ -90,8 +88,11 @@ def native(
     return outputs
 
 
-def used_pool(threads: int) -> Iterator[ThreadPool]:
+def used_pool(threads: int) -> Iterator[Any]:
     """A pool whose scratchpad holds what others leave there."""
+    from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+    from graphc.backends.onnxruntime.pool import ThreadPool
+
     made = ThreadPool(threads)
     scratchpad_of(made).floats((1 << 22,))[0][:] = np.nan
     yield made
