@@ -20,8 +20,15 @@ def _in_orders(rows: int, body: Callable[..., None], places: Mapping[str, Places
     return row_function(rows, at_onnx), row_function(rows, at_pytorch)
 
 
+def _fetch(v: Vector, row: int, parts: int) -> None:
+    """Fetch the gates of the next row while those of this one are computed: too short for a processor to foresee."""
+    for part in range(parts):
+        v.fetch(row, part)
+
+
 def _lstm(v: Vector, places: Places) -> None:
-    projected, product, gates, c, cells, h, y = range(7)
+    projected, ahead, product, gates, c, cells, h, y = range(8)
+    _fetch(v, ahead, 4)
     i, o, f = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in places[:3])
     new = v.tanh(v.add(v.load(projected, places[3]), v.load(product, places[3])))
     cell = v.fma(f, v.load(c), v.mul(i, new))
@@ -51,7 +58,8 @@ def _gru(v: Vector) -> None:
 
 
 def _gru_reset_after(v: Vector, places: Places) -> None:
-    projected, product, gates, h, y, kept, bias = range(7)
+    projected, ahead, product, gates, h, y, kept, bias = range(8)
+    _fetch(v, ahead, 3)
     update, reset = (v.sigmoid(v.add(v.load(projected, k), v.load(product, k))) for k in places[:2])
     inner = v.add(v.load(product, 2), v.load(bias))
     new = v.tanh(v.fma(reset, inner, v.load(projected, 2)))
@@ -78,8 +86,8 @@ def _relu(v: Vector) -> None:
         v.store(out, row)
 
 
-lstm, pytorch_lstm = _in_orders(7, _lstm, LSTM_PLACES)
-gru_reset_after, pytorch_gru = _in_orders(7, _gru_reset_after, GRU_PLACES)
+lstm, pytorch_lstm = _in_orders(8, _lstm, LSTM_PLACES)
+gru_reset_after, pytorch_gru = _in_orders(8, _gru_reset_after, GRU_PLACES)
 gru_gates, gru = row_function(5, _gru_gates), row_function(5, _gru)
 tanh, relu = row_function(5, _tanh), row_function(5, _relu)
 
@@ -90,7 +98,8 @@ def _add(v: Vector) -> None:
 
 
 def _lstm_back(v: Vector, places: Places) -> None:
-    gates, cell, c, dy, dh, dc, da = range(7)
+    gates, ahead, cell, c, dy, dh, dc, da = range(8)
+    _fetch(v, ahead, 4)
     i, o, f, new = (v.load(gates, k) for k in places)
     slope, t = v.add(v.load(dh), v.load(dy)), v.tanh(v.load(cell))
     dcell = v.fma(v.mul(slope, o), v.bend(t), v.load(dc))
@@ -120,7 +129,8 @@ def _gru_reset_back(v: Vector) -> None:
 
 
 def _gru_reset_after_back(v: Vector, places: Places) -> None:
-    gates, kept, h, dy, dh, da, dproduct = range(7)
+    gates, ahead, kept, h, dy, dh, da, dproduct = range(8)
+    _fetch(v, ahead, 3)
     update, reset, new = (v.load(gates, k) for k in places)
     slope = v.add(v.load(dh), v.load(dy))
     dnew = v.mul(v.mul(slope, v.rest(update)), v.bend(new))
@@ -145,7 +155,7 @@ def _relu_back(v: Vector) -> None:
 
 
 add = row_function(2, _add)
-lstm_back, pytorch_lstm_back = _in_orders(7, _lstm_back, LSTM_PLACES)
-gru_reset_after_back, pytorch_gru_back = _in_orders(7, _gru_reset_after_back, GRU_PLACES)
+lstm_back, pytorch_lstm_back = _in_orders(8, _lstm_back, LSTM_PLACES)
+gru_reset_after_back, pytorch_gru_back = _in_orders(8, _gru_reset_after_back, GRU_PLACES)
 gru_new_back, gru_reset_back = row_function(5, _gru_new_back), row_function(5, _gru_reset_back)
 tanh_back, relu_back = row_function(4, _tanh_back), row_function(4, _relu_back)

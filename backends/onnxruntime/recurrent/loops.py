@@ -73,15 +73,15 @@ def forward(
                     for j in range(n if keeps_cells else 0):
                         kept[t, b, d, j] = 0.0
                 elif cell == LSTM and pytorch:
-                    row.pytorch_lstm(n, (x, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
+                    row.pytorch_lstm(n, (x, x + count * line, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
                 elif cell == LSTM:
-                    row.lstm(n, (x, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
+                    row.lstm(n, (x, x + count * line, p, g, of_c + (d * batch + b) * to_kept, k, before, out))
                 elif cell == GRU:
                     row.gru_gates(n, (x, p, g, before, k))
                 elif cell == GRU_RESET_AFTER and pytorch:
-                    row.pytorch_gru(n, (x, p, g, before, out, k, of_bias + d * to_kept))
+                    row.pytorch_gru(n, (x, x + count * line, p, g, before, out, k, of_bias + d * to_kept))
                 elif cell == GRU_RESET_AFTER:
-                    row.gru_reset_after(n, (x, p, g, before, out, k, of_bias + d * to_kept))
+                    row.gru_reset_after(n, (x, x + count * line, p, g, before, out, k, of_bias + d * to_kept))
                 elif cell == TANH:
                     row.tanh(n, (x, p, g, before, out))
                 else:
@@ -189,15 +189,15 @@ def backpropagate(
                     if begins:
                         held = c.ctypes.data + (d * batch + b) * to_kept
                     if pytorch:
-                        row.pytorch_lstm_back(n, (g, k, held, slope, dhb, dcb, a))
+                        row.pytorch_lstm_back(n, (g, g + count * line, k, held, slope, dhb, dcb, a))
                     else:
-                        row.lstm_back(n, (g, k, held, slope, dhb, dcb, a))
+                        row.lstm_back(n, (g, g + count * line, k, held, slope, dhb, dcb, a))
                 elif cell == GRU:
                     row.gru_new_back(n, (g, e, slope, dhb, a))
                 elif cell == GRU_RESET_AFTER and pytorch:
-                    row.pytorch_gru_back(n, (g, k, e, slope, dhb, a, of_dproduct + at * line))
+                    row.pytorch_gru_back(n, (g, g + count * line, k, e, slope, dhb, a, of_dproduct + at * line))
                 elif cell == GRU_RESET_AFTER:
-                    row.gru_reset_after_back(n, (g, k, e, slope, dhb, a, of_dproduct + at * line))
+                    row.gru_reset_after_back(n, (g, g + count * line, k, e, slope, dhb, a, of_dproduct + at * line))
                 elif cell == TANH:
                     row.tanh_back(n, (g, slope, dhb, a))
                 else:

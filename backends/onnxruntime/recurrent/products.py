@@ -18,12 +18,14 @@ from graphc.backends.onnxruntime.vectors.functions import (
     PANEL,
     WIDE_PANEL,
     array_of,
+    copy_function,
     floats_at,
     tile_function,
     transpose_square,
 )
 from graphc.backends.onnxruntime.vectors.tiles import PACKED, SIDE, STEP_BYTES, row_product, split_rows
 
+copy_wide = copy_function(WIDE_PANEL // LANES)
 wide1, wide2, wide3, wide4, wide5, wide6 = (tile_function(rows, WIDE_PANEL) for rows in range(1, 7))
 
 
@@ -64,8 +66,12 @@ def pack(r, packed, start, stop):
     for unit in range(start, stop):
         d, first = unit // panels, unit % panels * WIDE_PANEL
         width = min(WIDE_PANEL, columns - first)
-        panel = array_of(floats_at(packed[d, first].ctypes.data), (depth, width))
+        place = packed[d, first].ctypes.data
         taken = min(width, filled - first)
+        if taken == WIDE_PANEL:
+            copy_wide(r[d, 0, first:].ctypes.data, r.strides[1], place, WIDE_PANEL * 4, depth)
+            continue
+        panel = array_of(floats_at(place), (depth, width))
         for k in range(depth):
             for v in range(taken):
                 panel[k, v] = r[d, k, first + v]

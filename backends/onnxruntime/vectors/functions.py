@@ -46,6 +46,10 @@ class Vector:
     def store(self, value: Any, row: int, part: int = 0) -> None:
         self._build.store(value, self._place(row, part), align=4)
 
+    def fetch(self, row: int, part: int = 0) -> None:
+        """Bring elements of a row that is read soon into the nearest cache. It may lie behind the end of its array."""
+        prefetch(self._build, self._place(row, part))
+
     def _place(self, row: int, part: int) -> Any:
         build = self._build
         index = build.add(build.mul(self._n, I64(part)), self._at)
@@ -132,6 +136,13 @@ def call(build: ll.IRBuilder, name: str, kind: Any, *operands: Any) -> Any:
     symbol = f"llvm.{name}.{suffix}"
     known = build.module.globals.get(symbol)
     return build.call(ll.Function(build.module, function, symbol) if known is None else known, operands)
+
+
+def prefetch(build: ll.IRBuilder, place: Any, *, writes: bool = False) -> None:
+    """Bring the cache line of an address into the nearest cache, to be read or written."""
+    kind = ll.FunctionType(ll.VoidType(), (POINTER, I32, I32, I32))
+    known = build.module.globals.get("llvm.prefetch.p0")
+    build.call(known or ll.Function(build.module, kind, "llvm.prefetch.p0"), (place, I32(int(writes)), I32(3), I32(1)))
 
 
 _INTRINSICS = "graphc.backends.onnxruntime.vectors.intrinsics"

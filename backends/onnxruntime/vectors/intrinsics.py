@@ -13,7 +13,18 @@ from llvmlite import ir as ll
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from graphc.backends.onnxruntime.vectors.functions import BOOL, F32, F64, I32, I64, LANES, POINTER, Vector, call
+from graphc.backends.onnxruntime.vectors.functions import (
+    BOOL,
+    F32,
+    F64,
+    I32,
+    I64,
+    LANES,
+    POINTER,
+    Vector,
+    call,
+    prefetch,
+)
 
 
 def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
@@ -38,13 +49,6 @@ def row_function(rows: int, body: Callable[[Vector], None]) -> Any:
     return run
 
 
-def _fetch_for_writing(builder: ll.IRBuilder, place: Any) -> None:
-    """Bring the cache line of an address into the nearest cache, to be written."""
-    kind = ll.FunctionType(ll.VoidType(), (POINTER, I32, I32, I32))
-    known = builder.module.globals.get("llvm.prefetch.p0")
-    builder.call(known or ll.Function(builder.module, kind, "llvm.prefetch.p0"), (place, I32(1), I32(3), I32(1)))
-
-
 def tile_function(rows: int, vectors: int, adds: bool, wide: bool = False) -> Any:
     """See :func:`.functions.tile_function`."""
     number, lanes, size = (F64, LANES // 2, 8) if wide else (F32, LANES, 4)
@@ -64,7 +68,7 @@ def tile_function(rows: int, vectors: int, adds: bool, wide: bool = False) -> An
             zero = ll.Constant(kind, [ll.Constant(number, 0.0)] * lanes)
             if adds:
                 for place in itertools.chain(*targets):
-                    _fetch_for_writing(builder, place)
+                    prefetch(builder, place, writes=True)
             before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("done")
             builder.branch(loop)
             builder.position_at_end(loop)
