@@ -16,6 +16,7 @@ from graphc.backends.onnxruntime.kernels.tiles import split_right, square
 from graphc.backends.onnxruntime.vectors.functions import (
     LANES,
     PANEL,
+    TILE,
     WIDE_PANEL,
     array_of,
     copy_function,
@@ -92,21 +93,24 @@ def product(a, lda, b, columns, depth, c, ldc, rows):
 
 @jit
 def _multiply_wide_rows(a, lda, b, depth, c, ldc, rows):
-    r = 0
-    while rows - r >= 6:
-        wide6(a + r * lda, lda, 4, b, WIDE_PANEL * 4, depth, c + r * ldc, ldc)
-        r += 6
-    left, x, y = rows - r, a + r * lda, c + r * ldc
-    if left == 1:
-        wide1(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
-    elif left == 2:
-        wide2(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
-    elif left == 3:
-        wide3(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
-    elif left == 4:
-        wide4(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
-    elif left == 5:
-        wide5(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+    """Multiply by a wide panel in tiles of nearly the same height, since small ones wait for numbers of the panel."""
+    left, x, y = rows, a, c
+    while left > 0:
+        tiles = (left + TILE - 1) // TILE
+        height = (left + tiles - 1) // tiles
+        if height == 6:
+            wide6(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+        elif height == 5:
+            wide5(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+        elif height == 4:
+            wide4(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+        elif height == 3:
+            wide3(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+        elif height == 2:
+            wide2(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+        else:
+            wide1(x, lda, 4, b, WIDE_PANEL * 4, depth, y, ldc)
+        x, y, left = x + height * lda, y + height * ldc, left - height
 
 
 TILED_ROWS, TILED_COLUMNS = 16, 2 * SIDE
