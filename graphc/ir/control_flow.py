@@ -114,12 +114,29 @@ def _infer_loop(inputs: Sequence[ir.Value | None], body: ir.Graph, run: Callable
                 value.shape, stable = common, False
         if stable:
             break
-    found: list[Types] = [(v.type, v.shape) for v in body.inputs[2:]]
+    runs, results = _runs(inputs), body.outputs[1 : carried + 1]
+    found: list[Types] = [
+        (r.type, r.shape) if runs and is_only_written(v) else (v.type, v.shape)
+        for v, r in zip(body.inputs[2:], results, strict=True)
+    ]
     count = trip_count(inputs, body)
     for value in body.outputs[carried + 1 :]:
         shape = ir.Shape([count, *_plain(value.shape)]) if value.shape is not None else None
         found.append((value.type, shape))
     return found
+
+
+def is_only_written(value: ir.Value) -> bool:
+    """Whether no iteration reads ``value``, an input of the body: the Loop only returns what its last iteration assigned."""
+    return not value.uses() and not value.is_graph_output()
+
+
+def _runs(inputs: Sequence[ir.Value | None]) -> bool:
+    """Whether a ``Loop`` has at least one iteration for certain."""
+    limit, first = max_trip_count(inputs), inputs[1] if len(inputs) > 1 else None
+    known = constant(first)
+    begins = first is None or (known is not None and bool(np.all(known)))
+    return begins and (not inputs or inputs[0] is None or (isinstance(limit, int) and limit > 0))
 
 
 def trip_count(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:

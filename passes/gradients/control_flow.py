@@ -20,7 +20,7 @@ import onnx_ir as ir
 from graphc.errors import UnsupportedOpError
 from graphc.gradient import gradient
 from graphc.ir.builder import Builder
-from graphc.ir.control_flow import int_list, max_trip_count, static_trip_count, trip_count
+from graphc.ir.control_flow import int_list, is_only_written, max_trip_count, static_trip_count, trip_count
 from graphc.ir.facts import Dim, describe, describe_value, dims, input_of, is_float
 from graphc.ir.infer import apply
 from graphc.ir.subgraphs import captured, finish_body, inline, new_body
@@ -106,10 +106,15 @@ def _take_apart(node: ir.Node, dys: Sequence[Adjoint], needs: set[ir.Value], fir
     outer = captured(node)
     weights = _wanted(outer, needs)
     operands = dict(zip(body.inputs, node.inputs, strict=False))
+    given = dict(zip(node.outputs, dys, strict=False))
+
+    def unread(formal: ir.Value, final: ir.Value) -> bool:
+        return is_only_written(formal) and given.get(final) is None
+
     live = {v for v in body.inputs if operands.get(v) in needs and is_float(v)}
     while True:
         reached = descendants(list(body), [*live, *weights])
-        more = {b for _, b, c, _ in states if c in reached and b not in live and is_float(b)}
+        more = {b for _, b, c, d in states if c in reached and b not in live and is_float(c) and not unread(b, d)}
         if not more:
             break
         live |= more
@@ -134,12 +139,15 @@ def _step_back(
     outputs = dict(zip(loop.body.outputs, inline(inner, loop.body, known), strict=True))
     seeds = [(outputs[c], dy) for (_, (_, _, c, _)), dy in zip(loop.carried, dstates, strict=True)]
     seeds += [(outputs[c], dy) for (_, c, _), dy in zip(loop.scanned, dscanned, strict=True)]
-    sources = [known[v] for v in loop.body.inputs if v in loop.live]
+    sources = [known[v] for v in loop.body.inputs if v in loop.live and v in known]
     nodes = [n for n in inner.graph if n not in before]
     found = backpropagate(inner, nodes, seeds, [*sources, *loop.weights])
     carried = []
-    for _, (_, b, _, _) in loop.carried:
-        carried.append(found[known[b]] if known[b] in found else inner.zeros_like(known[b]))
+    for (_, (_, b, _, _)), dy in zip(loop.carried, dstates, strict=True):
+        if is_only_written(b):  # of another shape at first, perhaps
+            carried.append(inner.zeros_like(dy))
+        else:
+            carried.append(found[known[b]] if known[b] in found else inner.zeros_like(known[b]))
     for weight, total in zip(loop.weights, sums, strict=True):
         carried.append(inner.Add(total, found[weight]) if weight in found else total)
     return carried, found
@@ -184,9 +192,9 @@ def _saved(op: Builder, loop: _Loop, value: ir.Value, first: int) -> ir.Value:
     return node.outputs[-1]
 
 
-def _refuse_changing_shapes(loop: _Loop) -> None:
+def _refuse_changing_shapes(loop: _Loop, needs: set[ir.Value]) -> None:
     for initial, formal, _, _ in loop.states:
-        if formal not in loop.live and not formal.uses():
+        if is_only_written(formal) and (formal not in loop.live or initial not in needs):
             continue
         if not isinstance(formal.type, ir.TensorType):
             raise UnsupportedOpError(
@@ -286,7 +294,7 @@ def loop_(op: Builder, node: ir.Node, *dys: Adjoint, needs: set[ir.Value]) -> An
     loop = _take_apart(node, dys, needs, 2, count, 1)
     if not loop.live and not loop.weights:
         return ()
-    _refuse_changing_shapes(loop)
+    _refuse_changing_shapes(loop, needs)
     body = loop.body
     begin = _initial(op, loop, dys)
     split = len(loop.carried)
@@ -298,7 +306,11 @@ def loop_(op: Builder, node: ir.Node, *dys: Adjoint, needs: set[ir.Value]) -> An
     graph, inner, values = new_body(op, inputs, name=f"{op.scope}/body")
     length = _length(op, loop, count)
     index = inner.Sub(length, inner.Add(values[0], np.int64(1)))
-    picks = {b: _pick(op, inner, loop, b, index, count) for _, b, _, _ in loop.states if b.uses() or b in loop.live}
+    picks = {
+        b: _pick(op, inner, loop, b, index, count)
+        for _, b, _, _ in loop.states
+        if b.uses() or (b in loop.live and not is_only_written(b))
+    }
     known = {**picks, body.inputs[0]: index, body.inputs[1]: inner.const(True)}
     dscanned = [inner.Gather(dy, index, axis=0) for _, _, dy in loop.scanned]
     carried, _ = _step_back(inner, loop, known, values[2 : 2 + split], dscanned, values[2 + split :])

@@ -40,6 +40,7 @@ from graphc.passes.legalize.embedding_bags import compute_bags_at_once
 from graphc.passes.legalize.evaluation_export import lost_dropout, lost_normalization
 from graphc.passes.legalize.gradient_op import derivatives, is_gradient, put_gradients_last
 from graphc.passes.legalize.input_shapes import fix_input_shapes
+from graphc.passes.legalize.loop_variables import carry_less
 from graphc.passes.legalize.mapped_loops import compute_mapped_loops_at_once
 from graphc.passes.legalize.sequences import dissolve
 from graphc.passes.legalize.structure import (
@@ -57,8 +58,9 @@ from graphc.passes.legalize.subgraphs import (
     hoist_initializers,
     name_constants,
     name_inputs,
-    scalar_condition,
+    scalar_branches,
     scalar_counts,
+    scalar_results,
 )
 from graphc.passes.parameters.promote import filler_nodes, promote
 from graphc.pipeline import Context, graph_pass
@@ -96,6 +98,7 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     inline_functions(model)
     name_everything(graph)
     name_inputs(graph)
+    carry_less(graph)
     ctx.values[DECISIONS], parameters = promote(model, fillers, train)
     remove_dead(graph)
     put_gradients_last(graph)
@@ -150,7 +153,7 @@ def _convert(
         for body in reachable_bodies(node):
             _convert(body, version, imports, annotations, op.inside(body))
         if loops:
-            scalar_condition(op, node)
+            scalar_results(op, node)
         replaced = _replacement(op, node, version, annotations)
         if replaced is not None:
             for old, new in zip(node.outputs, replaced, strict=False):
@@ -178,7 +181,10 @@ def _type(node: ir.Node, version: int, annotations: Annotations) -> None:
 
 def _replacement(op: Builder, node: ir.Node, version: int, annotations: Annotations) -> Sequence[ir.Value] | None:
     if node.op_type == "If" and node.domain == "":
-        return decided_branch(op, node, annotations.rank)
+        decided = decided_branch(op, node, annotations.rank)
+        if decided is None:
+            scalar_branches(op, node)
+        return decided
     if is_detached(node):
         return [op.graphc.StopGradient(input_of(node))]
     padding = padding_row(node)

@@ -102,11 +102,33 @@ def scalar_counts(op: Builder, node: ir.Node) -> None:
                     body.outputs[j] = row
 
 
-def scalar_condition(op: Builder, node: ir.Node) -> None:
-    """Make the condition that a Loop's converted body returns a scalar."""
+def scalar_results(op: Builder, node: ir.Node) -> None:
+    """Make the condition that a Loop's converted body returns a scalar, and numbers that it carries what they are at first.
+
+    Files hold a number as a scalar or as one element; where both take turns, its shape would change between iterations.
+    """
     body = node.attributes["body"].as_graph()
+    inner = op.inside(body)
     if dims(body.outputs[0]) == (1,):
-        body.outputs[0] = op.inside(body).Squeeze(body.outputs[0], [0])
+        body.outputs[0] = inner.Squeeze(body.outputs[0], [0])
+    for k, (operand, final) in enumerate(zip(node.inputs[2:], node.outputs, strict=False), 1):
+        shapes = dims(operand) if operand is not None else None, dims(body.outputs[k])
+        if not final.uses() and not final.is_graph_output() and shapes in (((), (1,)), ((1,), ())):
+            reshape = inner.Squeeze if shapes[0] == () else inner.Unsqueeze
+            body.outputs[k] = reshape(body.outputs[k], [0])
+
+
+def scalar_branches(op: Builder, node: ir.Node) -> None:
+    """Make an output of an If, which is a scalar of one branch and one element of the other, a scalar of both.
+
+    Where readers say which of them they take, :func:`decided_branch` has taken that branch.
+    """
+    branches = reachable_bodies(node)
+    for k in range(len(node.outputs)):
+        shapes = [dims(branch.outputs[k]) for branch in branches]
+        if set(shapes) == {(), (1,)}:
+            branch = branches[shapes.index((1,))]
+            branch.outputs[k] = op.inside(branch).Squeeze(branch.outputs[k], [0])
 
 
 @until(9, "Scan")

@@ -261,8 +261,11 @@ def _shape_of(model: ir.Model, value: ir.Value, shapes: Mapping[str, Sequence[in
         else:
             copy.graph.remove(node)
     copy.graph.inputs[:] = [v for v in copy.graph.inputs if v.name in shapes]
-    static = specialise(copy, shapes).graph.outputs[0]
-    return [d if isinstance(d, int) else 1 for d in dims(static) or ()]
+    found = dims(specialise(copy, shapes).graph.outputs[0])
+    if found is None:  # the shape hangs on what a loop does at first
+        run(copy, [PassCall("simplify")])
+        found = dims(specialise(copy, shapes).graph.outputs[0])
+    return [d if isinstance(d, int) else 1 for d in found or dims(value) or ()]
 
 
 def unfed(result: Trainability) -> list[str]:

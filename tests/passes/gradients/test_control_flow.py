@@ -218,6 +218,24 @@ def test_a_loop_that_carries_a_growing_tensor_is_refused() -> None:
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(("limit", "until"), [(3, None), (6, 4.0)])
+def test_a_value_that_no_iteration_reads_may_be_a_placeholder_at_first(limit: int, until: float | None, alone: bool) -> None:
+    """Exporters of Paddle carry what a loop assigns, which before it is a number of no meaning."""
+    feeds = loop_feeds()
+    model, (s, w) = new_model(feeds)
+    op = Builder(model.graph)
+    nothing = op.const(np.float64(0))
+    graph, inner, (_, going, before, _) = new_body(op, [COUNT, GOING, like(s), ("assigned", nothing.type, ir.Shape([]))])
+    after = inner.Sin(inner.MatMul(before, w))
+    more = going if until is None else inner.Less(inner.ReduceSumSquare(after, keepdims=0), until)
+    finish_body(inner, [more, after, inner.Mul(inner.Exp(after), before)])
+    made = op.emit("Loop", [np.int64(limit), np.bool_(True), s, nothing], {"body": graph}, outputs=2)
+    assert made[1].shape == s.shape
+    model.graph.outputs.extend(made[1:] if alone else made)
+    check(model, feeds)
+
+
 # Bodies in bodies -----------------------------------------------------------------------------------------------------
 
 
