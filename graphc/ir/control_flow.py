@@ -153,27 +153,56 @@ def static_trip_count(node: ir.Node) -> int | None:
 
 
 def _counted_trips(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
-    """The trip count of ``while k < n`` with ``k += 1`` per iteration, a form that exporters write."""
+    """The trip count of ``while k < n`` with ``k += 1`` per iteration, a form that exporters write.
+
+    They compare k and n as they are or as floats. Where n is known, the first comparison may be a constant.
+    """
     end = _skip(body.outputs[0], {"Identity"})
     test = end.producer() if end is not None else None
-    first = inputs[1].producer() if len(inputs) > 1 and inputs[1] is not None else None
-    if test is None or test.op_type != "Less" or first is None or first.op_type != "Less":
+    if test is None or test.op_type != "Less" or len(inputs) < 2 or inputs[1] is None:
         return None
-    counter, limit = _skip(test.inputs[0], {"Identity"}), test.inputs[1]
-    place = next((k for k, out in enumerate(body.outputs[1:]) if _skip(out, {"Identity"}) is counter), None)
-    if counter is None or place is None or first.inputs[1] is not limit or place + 2 >= len(inputs):
+    counter, limit = (_as_integer(v) for v in test.inputs)
+    place = next((k for k, out in enumerate(body.outputs[1:]) if _as_integer(out) is counter), None)
+    if counter is None or place is None or place + 2 >= len(inputs):
         return None
-    step, start = counter.producer(), inputs[2 + place]
-    if step is None or step.op_type != "Add" or first.inputs[0] is not start or body.inputs[2 + place] not in step.inputs:
+    step, start, begins = counter.producer(), inputs[2 + place], constant(inputs[1])
+    if step is None or step.op_type != "Add" or body.inputs[2 + place] not in step.inputs:
         return None
     other = next((v for v in step.inputs if v is not body.inputs[2 + place]), None)
     one = constant(_skip(other, {"Identity", "CastLike", "Cast"}))
-    lowest, most = _single(start), _single(limit)
     if one is None or int(one.reshape(-1)[0]) != 1:
         return None
+    if begins is None:
+        first = inputs[1].producer()
+        if first is None or first.op_type != "Less" or _as_integer(first.inputs[1]) is not limit:
+            return None
+        if not _same(_as_integer(first.inputs[0]), start):
+            return None
+    elif not bool(np.all(begins)):
+        return 0
+    lowest, most = _single(start), _single(limit)
     if isinstance(lowest, int) and isinstance(most, int):
-        return max(0, most - lowest)
-    return most if lowest == 0 else None
+        return max(0 if begins is None else 1, most - lowest)
+    return most if lowest == 0 and begins is None else None
+
+
+def _as_integer(value: ir.Value | None) -> ir.Value | None:
+    """The integer that nodes Identity and Cast made ``value`` of, or ``value`` itself."""
+    while value is not None and (producer := value.producer()) is not None and producer.op_type in _CASTS:
+        source = producer.inputs[0]
+        if producer.op_type != "Identity" and (source is None or source.dtype not in (ir.DataType.INT32, ir.DataType.INT64)):
+            break
+        value = source
+    return value
+
+
+_CASTS = frozenset({"Identity", "Cast", "CastLike"})
+
+
+def _same(a: ir.Value | None, b: ir.Value | None) -> bool:
+    """Whether both are one value, or constants of one number."""
+    known = constant(a), constant(b)
+    return a is b or (known[0] is not None and known[1] is not None and bool(np.all(known[0] == known[1])))
 
 
 def _skip(value: ir.Value | None, ops: set[str]) -> ir.Value | None:

@@ -134,3 +134,69 @@ def test_its_weights_train_as_in_pytorch() -> None:
     assert loss == pytest.approx(want.item(), rel=1e-5)
     for name, value in (("w", w), ("v", v)):
         np.testing.assert_allclose(before[name] - after[name], value.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def keras_loop(integers: bool) -> onnx.ModelProto:
+    """The hidden states of an RNN over x: batch × time × 3, as a while loop whose counter is an integer or compared as a float."""
+
+    def compared(name: str) -> list[onnx.NodeProto]:
+        return [node("Identity", [name], [f"{name}_f"]) if integers else node("Cast", [name], [f"{name}_f"], to=FLOAT)]
+
+    def counters(name: str) -> list[onnx.ValueInfoProto]:
+        return [info(name, INT, []), info("n_in", INT, []), info("w_in", FLOAT, [3, 3])]
+
+    body = helper.make_graph(
+        [
+            node("Add", ["t_in", "one"], ["t_out"]),
+            node("Gather", ["steps", "t_in"], ["x_t"]),
+            node("MatMul", ["h_in", "w_in"], ["product"]),
+            node("Add", ["product", "x_t"], ["sum"]),
+            node("Tanh", ["sum"], ["h_out"]),
+            node("Identity", ["h_out"], ["collected"]),
+            *compared("t_out"),
+            *compared("n_in"),
+            node("Less", ["t_out_f", "n_in_f"], ["more"]),
+        ],
+        "body",
+        [info("k", INT, []), info("go", BOOL, []), *counters("t_in"), info("h_in", FLOAT, None)],
+        [info("more", BOOL, []), *counters("t_out"), info("h_out", FLOAT, None), info("collected", FLOAT, None)],
+    )
+    nodes = [
+        node("Transpose", ["x"], ["steps"], perm=[1, 0, 2]),
+        node("Shape", ["steps"], ["shape"]),
+        node("Gather", ["shape", "nought"], ["n"]),
+        node("ReduceSum", ["x", "axis"], ["like"], keepdims=0),
+        node("Mul", ["like", "zero"], ["h"]),
+        *compared("n"),
+        node("Less", ["nought" if integers else "zero", "n_f"], ["going"]),
+        node("Loop", ["", "going", "nought", "n", "w", "h"], ["t_last", "n_last", "w_last", "h_last", "found"], body=body),
+        node("Transpose", ["found"], ["y"], perm=[1, 0, 2]),
+    ]
+    constants: dict[str, Any] = {
+        "w": np.random.default_rng(0).standard_normal((3, 3)).astype(np.float32),
+        "one": np.int64(1),
+        "nought": np.int64(0),
+        "zero": np.float32(0),
+        "axis": np.array([1]),
+    }
+    initializers = [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
+    inputs, outputs = [info("x", FLOAT, ["batch", "time", 3])], [info("y", FLOAT, None)]
+    graph = helper.make_graph(nodes, "rnn", inputs, outputs, initializers)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize("integers", [True, False])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_a_loop_that_counts_to_the_length_of_x_gives_results_of_that_length(steps: int, integers: bool) -> None:
+    program = graphc.compile(keras_loop(integers), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
+    label = next(v for v in program.model.graph.inputs if v.name == "label")
+    assert [str(d) for d in label.shape or ()] == ["batch", "time", "3"]
+    x, w = S[None, :1].repeat(2, 0).repeat(steps, 1), np.random.default_rng(0).standard_normal((3, 3)).astype(np.float32)
+    h, want = np.zeros((2, 3), dtype=np.float32), []
+    for t in range(steps):
+        h = np.tanh(h @ w + x[:, t])
+        want.append(h)
+    with graphc.Trainer(program) as trainer:
+        assert trainer.step({"x": x, "label": np.stack(want, 1)})["loss"] == pytest.approx(0.0, abs=1e-12)
+        with pytest.raises(graphc.errors.FeedError, match="label"):
+            trainer.step({"x": x, "label": np.stack([*want, h], 1)})
