@@ -137,7 +137,7 @@ def test_its_weights_train_as_in_pytorch() -> None:
 
 
 def keras_loop(integers: bool) -> onnx.ModelProto:
-    """The hidden states of an RNN over x: batch × time × 3, as a while loop whose counter is an integer or compared as a float."""
+    """The hidden states of an RNN over x: batch × time × 3, as a while loop, its counter compared as an integer or a float."""
 
     def compared(name: str) -> list[onnx.NodeProto]:
         return [node("Identity", [name], [f"{name}_f"]) if integers else node("Cast", [name], [f"{name}_f"], to=FLOAT)]
