@@ -3,28 +3,34 @@
 Conv(x: [n, 3, 8, 8], w: [6, 3, 3, 3], b: [6, 1, 1])    b must have shape [6]
 LSTM(x, w, r, b, initial_c: [1, n, 12]; hidden_size=6)  initial_c must have 6 elements on its last axis
 MaxPool(x: [n, 3, 8, 8]; kernel_shape=[2147483648, 2])  a loop over 2³¹ taps, nearly all in the padding
+Pad(x: [n, 8], pads=[0, 8, 0, 0]; mode="reflect")       there are 7 elements to reflect
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from graphc.errors import ModelError
-from graphc.ir.facts import describe_value, dims
+from graphc.ir.facts import constant, describe_value, dims
 
 _FEW_TAPS = 64
 """A window over an axis may have so many taps, however small the axis is."""
 
 
 def check_operands(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
-    """Check the bias of convolutions, the windows of pooling and the operands of recurrent layers, as far as sizes are known.
+    """Check the bias of convolutions, the windows of pooling, the operands of recurrent layers and what is reflected, as far
+    as sizes are known.
 
     Raises:
-        ModelError: a bias of another rank or size; a window that is mostly padding; a weight or state of another hidden size.
+        ModelError: a bias of another rank or size; a window that is mostly padding; a weight or state of another hidden size;
+            more elements to reflect than there are.
     """
+    if schema.name == "Pad" and len(inputs) > 1 and "mode" in attributes and attributes["mode"].as_string() == "reflect":
+        _check_reflection(inputs)
     if "hidden_size" in schema.attributes:
         _check_recurrent(schema, inputs, attributes)
     if not _has_window(schema):
@@ -77,6 +83,18 @@ def _check_vector(op_type: str, value: ir.Value | None, size: int | str | None) 
     if len(shape) != 1 or (isinstance(shape[0], int) and isinstance(size, int) and shape[0] != size):
         expected = f"[{size}]" if isinstance(size, int) else "one axis"
         raise ModelError(f"{op_type} gets {describe_value(value)}, which must have {expected}: one element for each channel")
+
+
+def _check_reflection(inputs: Sequence[ir.Value | None]) -> None:
+    shape, pads = _shape(inputs[0]), constant(inputs[1])
+    axes = constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else np.arange(len(shape or ()))
+    if shape is None or pads is None or axes is None or pads.size != 2 * axes.size:
+        return
+    for k, pad in enumerate(pads.tolist()):
+        size = shape[int(axes[k % axes.size])]
+        if isinstance(size, int) and pad > max(0, size - 1):
+            what = describe_value(inputs[0]) if inputs[0] is not None else ""
+            raise ModelError(f"Pad reflects {pad} elements of {what}, which has {size} along axis {int(axes[k % axes.size])}")
 
 
 def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:

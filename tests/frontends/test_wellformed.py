@@ -147,6 +147,15 @@ def test_values_that_kill_other_readers_are_refused(node: onnx.NodeProto, messag
         frontends.load(model)
 
 
+@pytest.mark.parametrize(("size", "pad"), [(8, 8), (1, 1), (4, 9)])
+def test_more_elements_to_reflect_than_there_are_are_refused(size: int, pad: int) -> None:
+    """onnxruntime stops at the first run; so 'check' says it, and tries longer inputs where sizes are free."""
+    node = helper.make_node("Pad", ["x", "pads"], ["y"], mode="reflect")
+    model = build([node], {"x": (2, size)}, ["y"], {"pads": np.array([0, 0, 0, pad])}, opset=20)
+    with pytest.raises(ModelError, match=rf"Pad reflects {pad} elements of x:float\[2,{size}\], which has {size} along axis 1"):
+        legal(frontends.load(model))
+
+
 def test_a_recurrent_layer_whose_state_has_another_size_is_refused() -> None:
     """PyTorch's newer exporter writes an LSTM with projections like this, and onnxruntime stops at the first run."""
     node = helper.make_node("LSTM", ["x", "w", "r", "", "", "", "c"], ["y"], hidden_size=3)

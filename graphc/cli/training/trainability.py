@@ -37,7 +37,7 @@ OPTIMIZER = "adam:lr=1e-3"
 LOSSES_TRIED = 4
 """Most losses that are compiled to find one that trains."""
 
-SIZES_TRIED = 4
+SIZES_TRIED = 7
 """Most sets of sizes that are planned to find one that fits the model."""
 
 
