@@ -140,6 +140,14 @@ def choices(graph: ir.Graph) -> list[ir.Value]:
     ]
 
 
+def how_to_choose(graph: ir.Graph) -> str:
+    """What to do about a branch that does not fit the feeds, and may be ruled out by the value of an input."""
+    names = [value.name for value in choices(graph)]
+    if not names or not any(node.op_type == "If" for node in graph):
+        return ""
+    return f"; if the value of {names[0]!r} rules the branch out, say so with inputs={{{names[0]!r}: …}} (--input {names[0]}=…)"
+
+
 def _checked_axis(value: ir.Value, axis: int) -> int:
     found = dims(value)
     if found is None or not 0 <= axis < len(found):

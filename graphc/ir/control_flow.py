@@ -190,13 +190,17 @@ def _as_integer(value: ir.Value | None) -> ir.Value | None:
     """The integer that nodes Identity and Cast made ``value`` of, or ``value`` itself."""
     while value is not None and (producer := value.producer()) is not None and producer.op_type in _CASTS:
         source = producer.inputs[0]
-        if producer.op_type != "Identity" and (source is None or source.dtype not in (ir.DataType.INT32, ir.DataType.INT64)):
+        keeps = source is not None and source.dtype in _INTEGERS and value.dtype in _HOLD_COUNTS
+        if producer.op_type != "Identity" and not keeps:
             break
         value = source
     return value
 
 
 _CASTS = frozenset({"Identity", "Cast", "CastLike"})
+_INTEGERS = frozenset({ir.DataType.INT32, ir.DataType.INT64})
+_HOLD_COUNTS = _INTEGERS | {ir.DataType.FLOAT, ir.DataType.DOUBLE}
+"""Types that hold the numbers of iterations there are."""
 
 
 def _same(a: ir.Value | None, b: ir.Value | None) -> bool:

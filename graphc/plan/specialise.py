@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphc.backend import STANDARD, Capabilities
 from graphc.errors import FeedError, ModelError
-from graphc.ir.bound_inputs import choices
+from graphc.ir.bound_inputs import how_to_choose
 from graphc.ir.declare import SHARD, declaration_of, is_update
 from graphc.ir.decomposition import decompose_graph, is_decomposed
 from graphc.ir.dim_expressions import evaluate, is_name, symbols
@@ -43,7 +43,7 @@ def specialise(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model
     except ModelError as error:
         given = ", ".join(f"{v.name} {list(shapes[v.name or ''])}" for v in model.graph.inputs)
         reason = str(error.__cause__ or error).partition("\n")[0]
-        advice = _works_at_one(model, shapes) or _chosen_by(model.graph)
+        advice = _works_at_one(model, shapes) or how_to_choose(model.graph)
         raise FeedError(f"the feeds {given} do not fit together: {reason}{advice}") from error
     check_sizes(copy.graph)
     return copy
@@ -83,14 +83,6 @@ def _works_at_one(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> str:
                 " (--per-worker-batch 1, and --accumulate for larger batches), or export it with another example"
             )
     return ""
-
-
-def _chosen_by(graph: ir.Graph) -> str:
-    """What to do about a branch that does not fit the feeds, and may be ruled out by the value of an input."""
-    names = [value.name for value in choices(graph)]
-    if not names or not any(node.op_type == "If" for node in graph):
-        return ""
-    return f"; if the value of {names[0]!r} rules the branch out, say so with inputs={{{names[0]!r}: …}} (--input {names[0]}=…)"
 
 
 def _check_sizes(graph: ir.Graph, shapes: Mapping[str, Sequence[int]]) -> None:

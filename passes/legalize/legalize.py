@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphc.errors import ModelError, NewerOpsetError, UnsupportedOpError, counted
 from graphc.gradient import key_of
 from graphc.ir import DOMAIN, IR_VERSION, OPSET
+from graphc.ir.bound_inputs import how_to_choose
 from graphc.ir.builder import Builder
 from graphc.ir.control_flow import type_body_inputs
 from graphc.ir.declare import declaration_of
@@ -105,7 +106,11 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     forget_unknown_sizes(graph)
     fix_input_shapes(graph, shapes or ())
     annotations = Annotations(graph)
-    _convert(graph, version, model.opset_imports, annotations)
+    try:
+        _convert(graph, version, model.opset_imports, annotations)
+    except ModelError as error:
+        error.args = (f"{error}{how_to_choose(graph)}",)
+        raise
     compute_bags_at_once(graph)
     dissolve(graph)
     compute_mapped_loops_at_once(graph)

@@ -237,6 +237,10 @@ def test_an_input_rules_out_a_branch_that_does_not_fit_the_others(tmp_path: Path
     feeds = {"x": x, "rate": np.array(16), "t": np.zeros((3, 2), np.float32)}
     with pytest.raises(FeedError, match=r"if the value of 'rate' rules the branch out, say so with inputs=\{'rate': …\}"):
         train(model, feeds, tmp_path / "m.onnx")
+    given = {"shapes": {"x": (3, 4)}, "loss": graphc.losses.MSE(), "optimizer": graphc.optim.SGD(lr=0.1)}
+    with pytest.raises(ModelError, match=r"MatMul rejects its inputs[\s\S]*if the value of 'rate' rules the branch out"):
+        graphc.compile(model, **given)
+    graphc.compile(model, inputs={"rate": 16}, **given)
 
 
 @pytest.mark.parametrize("linear", [True, False])

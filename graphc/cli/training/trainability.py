@@ -262,7 +262,7 @@ def _shape_of(model: ir.Model, value: ir.Value, shapes: Mapping[str, Sequence[in
             copy.graph.remove(node)
     copy.graph.inputs[:] = [v for v in copy.graph.inputs if v.name in shapes]
     found = dims(specialise(copy, shapes).graph.outputs[0])
-    if found is None:  # the shape hangs on what a loop does at first
+    if found is None:  # it depends on constants that are still computed
         run(copy, [PassCall("simplify")])
         found = dims(specialise(copy, shapes).graph.outputs[0])
     return [d if isinstance(d, int) else 1 for d in found or dims(value) or ()]
