@@ -29,8 +29,8 @@ def check_operands(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None]
         ModelError: a bias of another rank or size; a window that is mostly padding; a weight or state of another hidden size;
             more elements to reflect than there are.
     """
-    if schema.name == "Pad" and len(inputs) > 1 and "mode" in attributes and attributes["mode"].as_string() == "reflect":
-        _check_reflection(inputs)
+    if len(inputs) > 1 and schema.inputs[1].name == "pads" and "mode" in attributes:
+        _check_reflection(schema.name, inputs, attributes["mode"])
     if "hidden_size" in schema.attributes:
         _check_recurrent(schema, inputs, attributes)
     if not _has_window(schema):
@@ -85,7 +85,9 @@ def _check_vector(op_type: str, value: ir.Value | None, size: int | str | None) 
         raise ModelError(f"{op_type} gets {describe_value(value)}, which must have {expected}: one element for each channel")
 
 
-def _check_reflection(inputs: Sequence[ir.Value | None]) -> None:
+def _check_reflection(op_type: str, inputs: Sequence[ir.Value | None], mode: ir.Attr) -> None:
+    if mode.is_ref() or mode.as_string() != "reflect":
+        return
     shape, pads = _shape(inputs[0]), constant(inputs[1])
     axes = constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else np.arange(len(shape or ()))
     if shape is None or pads is None or axes is None or pads.size != 2 * axes.size:
@@ -94,7 +96,9 @@ def _check_reflection(inputs: Sequence[ir.Value | None]) -> None:
         size = shape[int(axes[k % axes.size])]
         if isinstance(size, int) and pad > max(0, size - 1):
             what = describe_value(inputs[0]) if inputs[0] is not None else ""
-            raise ModelError(f"Pad reflects {pad} elements of {what}, which has {size} along axis {int(axes[k % axes.size])}")
+            raise ModelError(
+                f"{op_type} reflects {pad} elements of {what}, which has {size} along axis {int(axes[k % axes.size])}"
+            )
 
 
 def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:
