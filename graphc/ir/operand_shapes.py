@@ -29,7 +29,7 @@ def check_operands(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None]
         ModelError: a bias of another rank or size; a window that is mostly padding; a weight or state of another hidden size;
             more elements to reflect than there are.
     """
-    if len(inputs) > 1 and schema.inputs[1].name == "pads" and "mode" in attributes:
+    if len(schema.inputs) > 1 and schema.inputs[1].name == "pads" and len(inputs) > 1 and "mode" in attributes:
         _check_reflection(schema.name, inputs, attributes["mode"])
     if "hidden_size" in schema.attributes:
         _check_recurrent(schema, inputs, attributes)
