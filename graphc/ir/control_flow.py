@@ -157,7 +157,7 @@ def _counted_trips(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
 
     They compare k and n as they are or as floats. Where n is known, the first comparison may be a constant.
     """
-    end = _skip(body.outputs[0], {"Identity"})
+    end = in_front_of(body.outputs[0], {"Identity"})
     test = end.producer() if end is not None else None
     if test is None or test.op_type != "Less" or len(inputs) < 2 or inputs[1] is None:
         return None
@@ -169,7 +169,7 @@ def _counted_trips(inputs: Sequence[ir.Value | None], body: ir.Graph) -> Dim:
     if step is None or step.op_type != "Add" or body.inputs[2 + place] not in step.inputs:
         return None
     other = next((v for v in step.inputs if v is not body.inputs[2 + place]), None)
-    one = constant(_skip(other, {"Identity", "CastLike", "Cast"}))
+    one = constant(in_front_of(other, {"Identity", "CastLike", "Cast"}))
     if one is None or int(one.reshape(-1)[0]) != 1:
         return None
     if begins is None:
@@ -209,7 +209,7 @@ def _same(a: ir.Value | None, b: ir.Value | None) -> bool:
     return a is b or (known[0] is not None and known[1] is not None and bool(np.all(known[0] == known[1])))
 
 
-def _skip(value: ir.Value | None, ops: set[str]) -> ir.Value | None:
+def in_front_of(value: ir.Value | None, ops: set[str]) -> ir.Value | None:
     """The value in front of the nodes of type ``ops`` that produced ``value``."""
     while value is not None and (producer := value.producer()) is not None and producer.op_type in ops:
         value = producer.inputs[0]
@@ -234,7 +234,7 @@ def _never_breaks(inputs: Sequence[ir.Value | None], body: ir.Graph) -> bool:
     known = constant(first)
     if first is not None and (known is None or not bool(np.all(known))):
         return False
-    value = _skip(body.outputs[0], {"Identity"})
+    value = in_front_of(body.outputs[0], {"Identity"})
     last = constant(value)
     return value is body.inputs[1] or (last is not None and bool(np.all(last)))
 

@@ -92,13 +92,11 @@ def _check_reflection(op_type: str, inputs: Sequence[ir.Value | None], mode: ir.
     axes = constant(inputs[3]) if len(inputs) > 3 and inputs[3] is not None else np.arange(len(shape or ()))
     if shape is None or pads is None or axes is None or pads.size != 2 * axes.size:
         return
-    for k, pad in enumerate(pads.tolist()):
-        size = shape[int(axes[k % axes.size])]
+    for axis, pad in zip([*axes.tolist()] * 2, pads.tolist(), strict=True):
+        size = shape[axis] if -len(shape) <= axis < len(shape) else None
         if isinstance(size, int) and pad > max(0, size - 1):
             what = describe_value(inputs[0]) if inputs[0] is not None else ""
-            raise ModelError(
-                f"{op_type} reflects {pad} elements of {what}, which has {size} along axis {int(axes[k % axes.size])}"
-            )
+            raise ModelError(f"{op_type} reflects {pad} elements of {what}, which has {size} along axis {axis}")
 
 
 def _check_recurrent(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None], attributes: Mapping[str, ir.Attr]) -> None:

@@ -194,7 +194,7 @@ def _saved(op: Builder, loop: _Loop, value: ir.Value, first: int) -> ir.Value:
 
 def _refuse_changing_shapes(loop: _Loop, needs: set[ir.Value]) -> None:
     for initial, formal, _, _ in loop.states:
-        if is_only_written(formal) and (formal not in loop.live or initial not in needs):
+        if not formal.uses() and (formal not in loop.live or (is_only_written(formal) and initial not in needs)):
             continue
         if not isinstance(formal.type, ir.TensorType):
             raise UnsupportedOpError(

@@ -99,18 +99,15 @@ def legalize(model: ir.Model, ctx: Context, *, train: Sequence[str] | None = Non
     inline_functions(model)
     name_everything(graph)
     name_inputs(graph)
-    carry_less(graph)
+    if not any(is_gradient(node) for node in graph):  # a Gradient names values in an attribute
+        carry_less(graph)
     ctx.values[DECISIONS], parameters = promote(model, fillers, train)
     remove_dead(graph)
     put_gradients_last(graph)
     forget_unknown_sizes(graph)
     fix_input_shapes(graph, shapes or ())
     annotations = Annotations(graph)
-    try:
-        _convert(graph, version, model.opset_imports, annotations)
-    except ModelError as error:
-        error.args = (f"{error}{how_to_choose(graph)}",)
-        raise
+    _convert(graph, version, model.opset_imports, annotations)
     compute_bags_at_once(graph)
     dissolve(graph)
     compute_mapped_loops_at_once(graph)
@@ -155,8 +152,14 @@ def _convert(
             scalar_counts(op, node)
         if node.domain == "" and node.op_type in CONTROL and not (node.op_type == "Scan" and version < 9):
             type_body_inputs(node.op_type, node.inputs, node.attributes)
-        for body in reachable_bodies(node):
-            _convert(body, version, imports, annotations, op.inside(body))
+        try:
+            for body in reachable_bodies(node):
+                _convert(body, version, imports, annotations, op.inside(body))
+        except ModelError as error:
+            if inner is None and node.op_type == "If":
+                message, *where = str(error).split("\n", 1)
+                error.args = ("\n".join([message + how_to_choose(graph), *where]),)
+            raise
         if loops:
             scalar_results(op, node)
         replaced = _replacement(op, node, version, annotations)

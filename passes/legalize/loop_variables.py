@@ -3,8 +3,8 @@
     before  Loop (k, c, w, t, s) { t = s·w;  s = t + 1 } → (w, t, s), of which only s is read
     after   Loop (k, c, s) { s = s·w + 1 } → s, where w is read from outside
 
-Exporters of Paddle and TensorFlow carry every value that a loop reads or assigns. The gradient of a Loop keeps what is carried
-of all iterations: for a weight, as many copies.
+Exporters of Paddle and TensorFlow carry every value that a loop reads or assigns. A gradient keeps the carried values
+of every iteration, of a weight as many copies.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from graphc.ir.control_flow import in_front_of
 from graphc.ir.subgraphs import bodies, prune, reads
 
 _FIRST = 2
@@ -34,7 +35,7 @@ def _read_from_outside(node: ir.Node) -> None:
     body = node.attributes["body"].as_graph()
     for operand, formal, result, final in _carried(node):
         elsewhere = formal.is_graph_output() and (result is not formal or sum(v is formal for v in body.outputs) > 1)
-        if _origin(result) is formal and not elsewhere and not final.is_graph_output():
+        if in_front_of(result, {"Identity"}) is formal and not elsewhere and not final.is_graph_output():
             for user, index in list(formal.uses()):
                 user.replace_input_with(index, operand)
             final.replace_all_uses_with(operand)
@@ -45,15 +46,6 @@ def _carried(node: ir.Node) -> Sequence[tuple[ir.Value, ir.Value, ir.Value, ir.V
     body = node.attributes["body"].as_graph()
     operands = [v for v in node.inputs[_FIRST:] if v is not None]
     return list(zip(operands, body.inputs[_FIRST:], body.outputs[1:], node.outputs, strict=False))
-
-
-def _origin(value: ir.Value) -> ir.Value:
-    """The value that nodes of type Identity passed on."""
-    producer = value.producer()
-    while producer is not None and producer.op_type == "Identity" and producer.inputs[0] is not None:
-        value = producer.inputs[0]
-        producer = value.producer()
-    return value
 
 
 def _needed(node: ir.Node) -> list[int]:
@@ -90,6 +82,7 @@ def _keep(graph: ir.Graph, node: ir.Node, kept: list[int]) -> None:
     body.inputs[:] = [*body.inputs[:_FIRST], *(states[k][1] for k in kept)]
     operands = [*node.inputs[:_FIRST], *(states[k][0] for k in kept)]
     made = ir.Node("", "Loop", operands, [ir.AttrGraph("body", body)], num_outputs=len(outputs), name=node.name)
+    made.metadata_props.update(node.metadata_props)
     graph.insert_before(node, made)
     for old, new in zip(outputs, made.outputs, strict=True):
         name, old.name = old.name, None

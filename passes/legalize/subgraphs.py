@@ -103,9 +103,9 @@ def scalar_counts(op: Builder, node: ir.Node) -> None:
 
 
 def scalar_results(op: Builder, node: ir.Node) -> None:
-    """Make the condition that a Loop's converted body returns a scalar, and numbers that it carries what they are at first.
+    """Make the condition that a Loop's converted body returns a scalar, and give a carried number its initial shape.
 
-    Files hold a number as a scalar or as one element; where both take turns, its shape would change between iterations.
+    Files hold a number as a scalar or as one element. A body that takes one and returns the other would change its shape.
     """
     body = node.attributes["body"].as_graph()
     inner = op.inside(body)
@@ -124,9 +124,9 @@ def scalar_branches(op: Builder, node: ir.Node) -> None:
     Where readers say which of them they take, :func:`decided_branch` has taken that branch.
     """
     branches = reachable_bodies(node)
-    for k in range(len(node.outputs)):
+    for k, out in enumerate(node.outputs):
         shapes = [dims(branch.outputs[k]) for branch in branches]
-        if set(shapes) == {(), (1,)}:
+        if set(shapes) == {(), (1,)} and not out.is_graph_output():
             branch = branches[shapes.index((1,))]
             branch.outputs[k] = op.inside(branch).Squeeze(branch.outputs[k], [0])
 

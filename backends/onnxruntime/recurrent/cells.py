@@ -21,7 +21,7 @@ def _in_orders(rows: int, body: Callable[..., None], places: Mapping[str, Places
 
 
 def _fetch(v: Vector, row: int, parts: int) -> None:
-    """Fetch the gates of the next row while those of this one are computed: rows are too short for a processor to foresee."""
+    """Fetch the gates of the next row while those of this one are computed: too short for a processor's own prefetching."""
     for part in range(parts):
         v.fetch(row, part)
 

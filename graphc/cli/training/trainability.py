@@ -37,10 +37,6 @@ OPTIMIZER = "adam:lr=1e-3"
 LOSSES_TRIED = 4
 """Most losses that are compiled to find one that trains."""
 
-SIZES_TRIED = 7
-"""Most sets of sizes that are planned to find one that fits the model."""
-
-
 Labels = Mapping[str, tuple[ir.Value, int | None, bool]]
 """Name of a new label → (scores, class axis, whether the label keeps it with size 1)."""
 
@@ -212,7 +208,7 @@ def _plan(result: Trainability, forward: ir.Model, labels: Labels) -> None:
         return
     graph, first = result.program.model.graph, None
     inputs = [value for value in graph.inputs if value.name not in labels]
-    candidates = list(likely_shapes(inputs, result.batch_size))[:SIZES_TRIED]
+    candidates = list(likely_shapes(inputs, result.batch_size))
     result.guessed = len(candidates) > 1
     for shapes in candidates:
         missing = [value.name for value in inputs if value.name not in shapes]
