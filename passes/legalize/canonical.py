@@ -16,6 +16,7 @@ from graphc.ir.builder import Builder
 from graphc.ir.facts import describe, dims, unknown_rank
 from graphc.ir.operand_shapes import covered_once
 from graphc.ir.signatures import index_operands
+from graphc.passes.gradients.linear import einsum_terms
 from graphc.passes.legalize.logarithms import stable_logarithm
 from graphc.passes.legalize.rows import INDEXED, by_rows
 from graphc.passes.parameters.promote import constant_tensor
@@ -61,6 +62,8 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
             raise ModelError(f"a sparse Constant is not supported: {describe(node)}; export it as a dense tensor")
         node.attributes.clear()
         node.attributes["value"] = ir.AttrTensor("value", tensor)
+    elif node.op_type == "Einsum":
+        return _without_repetition(op, node)
     elif node.op_type == "SpaceToDepth" and "mode" in node.attributes:
         return [_space_to_depth(op, node)]
     elif node.op_type == "Swish":
@@ -84,6 +87,29 @@ def canonicalise(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
     if node.op_type == "MaxPool":
         _drop_unused_outputs(node)
     return None
+
+
+def _without_repetition(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Drop the axes of one element that an Einsum repeats along its other operands: inference takes the result to have one.
+
+    before   Einsum(a[1, 3], b[8, 3]; "bi,bi->bi")        after   Einsum(Squeeze(a, 0), b; "i,bi->bi")
+    """
+    inputs = [v for v in node.inputs if v is not None]
+    if node.domain != "" or any(dims(v) is None for v in inputs):
+        return None
+    terms, result = einsum_terms(node, inputs)
+    longer = {
+        label
+        for term, v in zip(terms, inputs, strict=True)
+        for label, size in zip(term, dims(v) or (), strict=True)
+        if size != 1
+    }
+    operands, kept = [], []
+    for term, v in zip(terms, inputs, strict=True):
+        ones = [k for k, label in enumerate(term) if (dims(v) or ())[k] == 1 and label in longer]
+        operands.append(op.Squeeze(v, ones) if ones else v)
+        kept.append("".join(label for k, label in enumerate(term) if k not in ones))
+    return [op.Einsum(*operands, equation=f"{','.join(kept)}->{result}")] if kept != terms else None
 
 
 def _swish(op: Builder, node: ir.Node) -> ir.Value:

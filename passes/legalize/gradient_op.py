@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphc.errors import ModelError, nearest
+from graphc.ir import DOMAIN
 from graphc.ir.builder import Builder
 from graphc.ir.facts import describe
+from graphc.ir.ops.own_gradients import OWN_GRADIENTS
 from graphc.ir.subgraphs import copy_body
 from graphc.passes.gradients.reverse_mode import ancestors, differentiate
 
@@ -71,6 +73,8 @@ def derivatives(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
     for other in list(itertools.takewhile(lambda n: n is not node, graph)):
         if all(out in meant or out not in wanted for out in other.outputs) or not any(v in meant for v in other.inputs):
             continue
+        if other.op_type in OWN_GRADIENTS and other.domain == DOMAIN:
+            continue  # the stand-in for an adjoint depends on no value
         attributes = {
             name: ir.Attr(name, attr.type, copy_body(op, attr.as_graph(), meant))
             if attr.type == ir.AttributeType.GRAPH
@@ -80,6 +84,8 @@ def derivatives(op: Builder, node: ir.Node) -> Sequence[ir.Value]:
         operands = [meant.get(v, v) if v is not None else None for v in other.inputs]
         copies = op.emit(other.op_type, operands, attributes, domain=other.domain, outputs=len(other.outputs))
         for out, copied in zip(other.outputs, copies, strict=True):
+            if copied.shape is None and places == inputs:  # what a file says of an element of a sequence, for example
+                copied.shape = out.shape
             meant.setdefault(out, copied)
     last = graph[-1]
     found = differentiate(graph, [meant.get(target, target)], sources)

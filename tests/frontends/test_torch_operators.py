@@ -86,6 +86,10 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "standard deviation and mean": lambda x: torch.cat(torch.std_mean(torch.cat([x, x[:, :2] * 0], 1), 0, keepdim=True)),
     "einsum of integers and floats": lambda x: x * torch.einsum("i,j->ij", torch.arange(4), x[0].cos()),
     "einsum of two kinds of halves": lambda x: torch.einsum("i,j->ij", x.new_tensor([1, 2, 3]).half(), x[0].bfloat16()),
+    "einsum whose ellipses differ": lambda x: (
+        x * torch.einsum("...ij, ...j -> ...i", x[:, :, None].cos(), x[None, :, :1, None])[0, 0]
+    ),
+    "einsum that repeats one": lambda x: torch.einsum("bi,bi->bi", x[:1].sin(), x),
     "rolled by what data choose": lambda x: (
         x.roll(-int(x.mean(0).argmax()), 1) + torch.roll(x, (int(x[0].argmin()), 1), (0, 1))
     ),

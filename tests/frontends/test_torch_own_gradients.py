@@ -106,6 +106,24 @@ class Doubled(torch.autograd.Function):
         return dy * 3.0
 
 
+class Recomputed(torch.autograd.Function):
+    """Calls a function again to differentiate it, by parameters and by a value that the function finds outside."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[T], T], x: T, *rest: T) -> T:  # type: ignore[override]
+        ctx.function = function
+        ctx.save_for_backward(x, *rest)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: T) -> tuple[T | None, ...]:  # type: ignore[override]
+        x, *rest = ctx.saved_tensors
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            y = ctx.function(again)
+        return None, *torch.autograd.grad(y, (again, *rest), dy, allow_unused=True)
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -163,6 +181,24 @@ class Checkpointed(Model):
     def forward(self, x: T) -> T:
         h = checkpoint(lambda v: self.inner(v).tanh(), x + 0 * self.step, use_reentrant=True)
         return checkpoint(lambda v: self.outer(v) * self.step, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Recomputing(Model):
+    """One of the operands of the Function is not used."""
+
+    def forward(self, x: T) -> T:
+        h = self.inner(x).tanh()
+        gate = h.sigmoid()
+        unused = self.step * 2
+        y = Recomputed.apply(lambda v: self.outer(v * gate).square(), h, gate, unused, *self.outer.parameters())  # type: ignore[no-untyped-call]
+        return y * self.step  # type: ignore[no-any-return]
+
+
+class Counted(Model):
+    """Its code takes the size of the batch for a number, which a capture of bytecode does not."""
+
+    def forward(self, x: T) -> T:
+        return self.outer(Sign.apply(self.inner(x))) * self.step / len(x)  # type: ignore[no-untyped-call]
 
 
 class Detached(Model):
@@ -237,7 +273,7 @@ class Frequencies(Model):
         return self.outer(self.table(x.abs().argmax(1)).tanh()) * self.step  # type: ignore[no-any-return]
 
 
-KINDS = [Detached, Frequencies, Straight, Quantised, Adversarial, Several, OneOfSeveral, Assigning, Checkpointed]
+KINDS = [Detached, Frequencies, Straight, Quantised, Adversarial, Several, OneOfSeveral, Assigning, Checkpointed, Recomputing]
 
 
 @pytest.mark.parametrize(
@@ -372,6 +408,18 @@ def test_a_parameter_that_is_assigned_to_has_the_gradient_of_what_is_assigned() 
     np.testing.assert_allclose(values["inner.weight"], (before - 0.1 * module.inner.weight.grad).numpy(), rtol=1e-5, atol=1e-6)
     del values["inner.weight"]
     np.testing.assert_allclose(values["outer.weight"], module.outer.weight.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_capture_of_bytecode_does_not_lose_them() -> None:
+    torch.manual_seed(0)
+    module = Counted()
+    with pytest.warns(UserWarning, match="trains with batches of 8 only"):
+        program = graphc.compile(module, example_inputs=(batch(0)[0],), loss=MSE, optimizer=SGD)
+    with graphc.Trainer(program, threads=1) as trainer:
+        losses = [trainer.step(feeds(seed))["loss"] for seed in range(3)]
+        np.testing.assert_allclose(losses, in_torch(module, range(3), lr=0.1), rtol=1e-5)
+        compare(trainer.trained_values(), module)
 
 
 def test_other_modules_are_not_warned_of() -> None:

@@ -80,7 +80,10 @@ def capture(module: torch.nn.Module, tensors: Sequence[torch.Tensor], axes: Axes
 
     Raises:
         FixedBatchError: it can be captured for batches of the size of ``tensors`` only.
+        LostGradientError: a strict capture would lose the gradient of a Function of the module's own.
     """
+    if strict:
+        own_gradients.refuse_if_called(module, tensors)
     places: dict[str, list[tuple[int, int]]] = {}
     for k, symbols in enumerate(axes):
         for axis, symbol in symbols.items():

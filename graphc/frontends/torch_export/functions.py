@@ -8,6 +8,7 @@ where PyTorch's own does as well.
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -259,6 +260,21 @@ def _set_data(x: torch.Tensor, value: torch.Tensor) -> bool:
     return True  # anything but None: it is done
 
 
+def _einsum(equation: Any, *operands: Any) -> torch.Tensor | None:
+    """Letters in place of ellipses that stand for unequal numbers of axes, which ONNX refuses and PyTorch broadcasts."""
+    tensors = operands[0] if len(operands) == 1 and not isinstance(operands[0], torch.Tensor) else operands
+    left, _, result = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    terms = left.split(",")
+    if "..." not in result or len(terms) != len(tensors):
+        return None
+    widths = [x.dim() - len(term) + 3 for term, x in zip(terms, tensors, strict=True) if "..." in term]
+    if len(set(widths)) < 2:
+        return None
+    free = "".join(letter for letter in string.ascii_letters if letter not in equation)[: max(widths)]
+    named = [term.replace("...", free[len(term) - 3 - x.dim() :]) for term, x in zip(terms, tensors, strict=True)]
+    return torch.einsum(f"{','.join(named)}->{result.replace('...', free)}", *tensors)
+
+
 class _ByFrequency(torch.autograd.Function):
     """The rows of an embedding with ``scale_grad_by_freq``: each one's gradient counts once, however often it is taken."""
 
@@ -304,6 +320,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
     torch.arange: _arange,
     torch.cdist: _cdist,
     torch.corrcoef: _corrcoef,
+    torch.einsum: _einsum,
     torch.Tensor.corrcoef: _corrcoef,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,

@@ -20,28 +20,41 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from graphc.errors import ModelError
 from graphc.frontends.torch_export.marks import OPERATOR, arguments
 from graphc.ir import DOMAIN
+from graphc.ir.builder import Builder
 
 TRAINING = "ai.onnx.preview.training"
 """Domain of ONNX's ``Gradient``."""
 
 
-class _Context(FunctionCtx):
-    """What ``forward`` leaves for ``backward``."""
+class LostGradientError(TypeError):
+    """What an exporter would write of a module trains otherwise than the module does."""
 
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+
+class _Context(FunctionCtx):
+    """What ``forward`` leaves for ``backward``.
+
+    Args:
+        copies: operands as ``forward`` gets them, with the operands themselves.
+    """
+
+    def __init__(self, needs_input_grad: tuple[bool, ...], copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.needs_input_grad = needs_input_grad
         self.to_save: tuple[Any, ...] = ()
         self.non_differentiable: tuple[torch.Tensor, ...] = ()
         self.materialize_grads = True
+        self._copies = [(copy, copy._version, x) for copy, x in copies]
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        return self.to_save
+        """Operands are the operands themselves, unless ``forward`` assigned to them: ``backward`` may differentiate by them."""
+        kept = {id(copy): x for copy, version, x in self._copies if copy._version == version}
+        return tuple(kept.get(id(value), value) for value in self.to_save)
 
     saved_variables = saved_tensors  # the name that older code has for them
 
@@ -115,7 +128,11 @@ def _derivatives(
 
 @contextmanager
 def refused() -> Iterator[None]:
-    """While the block runs, calls of a module's own Functions by this thread fail: a trace drops their gradients."""
+    """While the block runs, calls of a module's own Functions by this thread fail: a trace drops their gradients.
+
+    Raises:
+        LostGradientError: there was a call.
+    """
 
     thread = threading.get_ident()
 
@@ -123,35 +140,52 @@ def refused() -> Iterator[None]:
         here = threading.get_ident() == thread
         if here and cls is CheckpointFunction:
             return args[0](*args[2:])
-        if here and not _is_of_pytorch(cls):
-            raise TypeError(f"it would lose the gradient that the torch.autograd.Function {cls.__name__} defines")
+        needed = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        if here and needed and not _is_of_pytorch(cls):
+            raise LostGradientError(f"it would lose the gradient that the torch.autograd.Function {cls.__name__} defines")
         return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
     with _applied_by(apply):
         yield
 
 
+def refuse_if_called(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """Call ``module`` to see that it needs no Functions of its own, which a capture of bytecode takes apart unseen.
+
+    Raises:
+        LostGradientError: it calls one.
+    """
+    with torch.random.fork_rng(devices=()), refused():
+        try:
+            module(*tensors)
+        except LostGradientError:
+            raise
+        except Exception:  # the capture tells
+            return
+
+
 def _recorded(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], calls: Iterator[int]) -> Any:
     """The outputs of a call of ``function``, with its gradient."""
     floats = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args]
     inputs = [x.clone() if is_float else x for x, is_float in zip(args, floats, strict=True)]  # it may assign to them
-    context = _Context(tuple(is_float and x.requires_grad for x, is_float in zip(args, floats, strict=True)))
-    with torch.no_grad():
+    context = _Context(
+        tuple(is_float and x.requires_grad for x, is_float in zip(args, floats, strict=True)),
+        [(copy, x) for copy, x, is_float in zip(inputs, args, floats, strict=True) if is_float],
+    )
+    with _WithoutGradients():
         if function.setup_context is _SingleLevelFunction.setup_context:
             result = function.forward(context, *inputs, **kwargs)
         else:
             result = function.forward(*inputs, **kwargs)
             function.setup_context(context, tuple(inputs), result)
-    if not any(context.needs_input_grad):
-        return result
     outputs = result if isinstance(result, tuple) else (result,)
     fixed = {id(y) for y in context.non_differentiable}
     taken = [k for k, y in enumerate(outputs) if isinstance(y, torch.Tensor) and y.is_floating_point() and id(y) not in fixed]
-    if not taken:
-        return result
+    if not any(context.needs_input_grad) or not taken:
+        return tuple(map(_detached, outputs)) if isinstance(result, tuple) else _detached(result)
     call = next(calls)
     adjoints = {k: _node("AdjointOf", [outputs[k]], call=call) for k in taken}
-    with torch.no_grad():
+    with _WithoutGradients():
         given = [adjoints.get(k, _no_adjoint(context, y)) for k, y in enumerate(outputs)]
         backward = function.backward if function.backward is not _SingleLevelFunction.backward else function.vjp
         try:
@@ -163,8 +197,38 @@ def _recorded(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], c
         if needed and dx is not None:
             fits = dx if dx.shape == x.shape else dx.sum_to_size(x.shape)
             through = _node("AddAdjoint", [through, x, fits.to(x.dtype)])
-    marked = [_node("TakeAdjoint", [y, adjoints[k], through]) if k in adjoints else y for k, y in enumerate(outputs)]
+    marked = [_node("TakeAdjoint", [y, adjoints[k], through]) if k in adjoints else _detached(y) for k, y in enumerate(outputs)]
     return tuple(marked) if isinstance(result, tuple) else marked[0]
+
+
+class _WithoutGradients(TorchFunctionMode):
+    """``torch.no_grad()`` that a capture does not note, as the blocks inside are not: PyTorch's passes take time in the square
+    of the number of such blocks, and a model may have a Function for each activation.
+
+    What the block returns goes through ``TakeAdjoint`` or ``detach``, so that nothing is differentiated through it.
+    """
+
+    def __enter__(self) -> _WithoutGradients:
+        self._before = torch.is_grad_enabled()
+        _set_gradients(False)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        _set_gradients(self._before)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _set_gradients(*args) if func is torch._C._set_grad_enabled else func(*args, **(kwargs or {}))
+
+
+def _set_gradients(enabled: bool) -> None:
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _no_adjoint(context: _Context, y: Any) -> torch.Tensor | None:
@@ -189,27 +253,38 @@ def name_derivatives(model: ir.Model) -> None:
         x, total = node.inputs
         assert x is not None
         assert total is not None
-        if _passes_own_gradient(x, total):
+        between = _after(x) & _before(total)
+        if any(n is not None and n.op_type == "TakeAdjoint" and n.domain == DOMAIN for n in (v.producer() for v in between)):
             raise ModelError(
                 "torch.autograd.grad in forward goes through a torch.autograd.Function, whose backward pass cannot be"
                 " differentiated again here: write the Function with PyTorch's operators"
             )
+        if not between:
+            op = Builder(model.graph, before=node)
+            node.outputs[0].replace_all_uses_with(op.Mul(x, op.CastLike(op.Constant(value_float=0.0), x)))
+            model.graph.remove(node, safe=True)
+            continue
         node.op_type, node.domain = "Gradient", TRAINING
         node.attributes["xs"], node.attributes["y"] = ir.AttrStrings("xs", [x.name or ""]), ir.AttrString("y", total.name or "")
         node.resize_inputs(1)
 
 
-def _passes_own_gradient(x: ir.Value, total: ir.Value) -> bool:
-    """Whether ``total`` depends on ``x`` through a node that takes an adjoint of its own."""
-    seen, stack = {x}, [x]
+def _after(value: ir.Value) -> set[ir.Value]:
+    """``value`` and all that depends on it."""
+    seen, stack = {value}, [value]
     while stack:
         for user in stack.pop().consumers():
-            stack += [value for value in user.outputs if value not in seen]
+            stack += [found for found in user.outputs if found not in seen]
             seen.update(user.outputs)
-    before, stack = {total}, [total]
+    return seen
+
+
+def _before(value: ir.Value) -> set[ir.Value]:
+    """``value`` and all that it depends on."""
+    seen, stack = {value}, [value]
     while stack:
         node = stack.pop().producer()
-        stack += [v for v in (node.inputs if node is not None else ()) if v is not None and v not in before]
-        before.update(v for v in (node.inputs if node is not None else ()) if v is not None)
-    producers = (value.producer() for value in seen & before)
-    return any(node is not None and node.op_type == "TakeAdjoint" and node.domain == DOMAIN for node in producers)
+        found = [v for v in (node.inputs if node is not None else ()) if v is not None and v not in seen]
+        stack += found
+        seen.update(found)
+    return seen

@@ -505,3 +505,20 @@ def test_a_matrix_times_a_batch_of_columns_is_one_product(lead: tuple[int | str,
     np.testing.assert_allclose(run(legalised, {"x": x})[0], normal(4, 6) @ x, rtol=1e-5, atol=1e-6)
     (product,) = (node for node in legalised.graph if node.op_type == "MatMul")
     assert [dims(v) for v in product.inputs if v is not None] == [(*lead, 6), (6, 4)]
+
+
+@pytest.mark.parametrize("lead", ["N", 5], ids=str)
+@pytest.mark.parametrize(
+    ("equation", "size"), [("bi,bi->bi", (1, 3)), ("bi,bi", (1, 3)), ("bki,bi->bk", (1, 2, 3)), ("...ki,...i->...k", (1, 2, 3))]
+)
+def test_an_einsum_repeats_an_axis_of_one_element_along_others(equation: str, size: tuple[int, ...], lead: int | str) -> None:
+    """As NumPy, PyTorch and onnxruntime do; ONNX's inference takes the result's axis for one of one element."""
+    w, x = normal(*size), normal(5, 3, seed=1)
+    model = build(
+        [helper.make_node("Einsum", ["w", "x"], ["y"], equation=equation)], {"x": (lead, 3)}, ["y"], {"w": w}, opset=13
+    )
+    legalised = legal(load(model))
+    (have,) = run(legalised, {"x": x})
+    repeated = np.broadcast_to(w, (5, *size[1:]))
+    np.testing.assert_allclose(have, np.einsum(equation, repeated, x), rtol=1e-5, atol=1e-6)
+    assert (dims(legalised.graph.outputs[0]) or ())[:1] == (lead,)[: have.ndim]
