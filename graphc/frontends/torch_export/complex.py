@@ -70,6 +70,7 @@ def register() -> None:
             {"x": X, "dtype": int, "layout": str, "device": str, "pin_memory": bool, "memory_format": str},
         ),
         "aten::exp": (_exp, {"x": X}),
+        "aten::tanh": (_tanh, {"x": X}),
     }
     for name, (function, kinds) in table.items():
         if name not in default_registry or not default_registry[name].complex:
@@ -178,6 +179,15 @@ def _exp(x):  # type: ignore[no-untyped-def]
     (a, b), op = _parts(x), opset()
     size = op.Exp(a)
     return _joined(op.Mul(size, op.Cos(b)), op.Mul(size, op.Sin(b)))
+
+
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """(u + iv) / (1 + iuv) for u = tanh a, v = tan b"""
+    (a, b), op = _parts(x), opset()
+    u, v, one = op.Tanh(a), op.Tan(b), like(1.0, x)
+    uu, vv = op.Mul(u, u), op.Mul(v, v)
+    below = op.Add(one, op.Mul(uu, vv))
+    return _joined(op.Div(op.Mul(u, op.Add(one, vv)), below), op.Div(op.Mul(v, op.Sub(one, uu)), below))
 
 
 def _full(size, fill_value, dtype=-1, layout="", device="", pin_memory=False):  # type: ignore[no-untyped-def]

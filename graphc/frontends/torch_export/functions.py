@@ -125,7 +125,15 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _arange(*bounds: Any, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor | None:
-    """Bounds of which some are whole and others are not: the exporter writes a Range of several types."""
+    """Bounds of which some are whole and others are not: the exporter writes a Range of several types.
+
+    Of known bounds, code may ask for the elements, as in ``x.mean(torch.arange(1, x.dim()).tolist())``.
+    """
+    if dtype is None and all(type(b) is int for b in bounds):
+        found: torch.Tensor = torch.arange(*bounds, **options)
+        ask, before = found.tolist, found._version
+        found.tolist = lambda: list(range(*bounds)) if found._version == before else ask()  # type: ignore[method-assign]
+        return found
     if dtype is not None or not any(isinstance(b, float) for b in bounds) or all(isinstance(b, float) for b in bounds):
         return None
     return torch.arange(*map(float, bounds), **options) if all(isinstance(b, (int, float)) for b in bounds) else None
