@@ -6,6 +6,9 @@
     before   y = ScatterElements(x, Expand(-1, [batch, 1]), u, axis=1)          # y[:, -1] = u
     after    y = Where(inside, Pad(u), x)
 
+    before   y1 = ScatterElements(y, …, a, axis=1);  y2 = ScatterElements(y1, …, b, axis=1)    # y[:, 0] = a, y[:, 1] = b
+    after    y2 = Concat(a, b, y[:, 2:])
+
 Exporters write an assignment to slices like this, with an index of every axis for each element: eight bytes an axis for the
 four of a number, read one by one, and a gradient that gathers by them. Pad and Where cost no pass over memory inside a
 generated kernel, and their gradients are slices and choices. A scatter stays as it is if its indices hold anything but
@@ -16,6 +19,7 @@ ends: what runs it says so then.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,7 @@ import onnx_ir as ir
 from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.facts import Dim, constant, dims, input_of, required
+from graphc.passes.optimize import slabs
 from graphc.passes.optimize.axis_order import RESHAPES
 from graphc.passes.optimize.simplify import replace_each
 from graphc.pipeline import Context, graph_pass
@@ -33,14 +38,113 @@ MOVES = RESHAPES | {"Transpose", "Cast", "Identity"}
 
 @graph_pass("boxes", requires=("legalize",), changes="form")
 def boxes(model: ir.Model, ctx: Context) -> bool:
-    """Replace every scatter that writes a box of its operand."""
-    count = replace_each(model.graph, ("ScatterElements", "ScatterND"), _chosen)
+    """Replace every scatter that writes a box of its operand, and what reads one of several parts that were written."""
+    graph = model.graph
+    written = _Written(graph)
+    count = replace_each(graph, _SCATTERS | {"Slice", "Gather", "Transpose"}, written.replaced)
     if count:
         ctx.note(f"boxes: {counted(count, 'box', 'boxes')} written by a choice")
     return count > 0
 
 
-def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
+class _Written:
+    """What the scatters of a graph write, before any is replaced."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self._slabs: dict[ir.Value, slabs.Slabs] = {}
+        self._reads: dict[ir.Node, tuple[slabs.Slabs, slabs.Part, bool]] = {}
+        self._now: dict[ir.Value, ir.Value] = {}
+        passed: dict[ir.Value, ir.Value] = {}
+        followed = [node for node in graph if node.domain == "" and node.op_type in _FOLLOWED]
+        for node in followed:
+            (out, *_), x = node.outputs, node.inputs[0]
+            if x is None:
+                continue
+            x = passed.get(x, x)
+            held = self._slabs.get(x)
+            if node.op_type in _SCATTERS:
+                box = _box(node)
+                found = _slab(box, x, input_of(node, 2)) if box is not None else None
+                if box is not None and not box.within:
+                    passed[out] = passed.get(input_of(node, 2), input_of(node, 2))
+                elif found is not None:
+                    made = slabs.assigned(held, x, *found, input_of(node, 2))
+                    if made is not None:
+                        self._slabs[out] = made
+            elif held is not None:
+                if slabs.same(node) is not None:
+                    passed[out] = x
+                elif node.op_type == "Transpose":
+                    turned = slabs.transposed(held, node)
+                    if turned is not None:
+                        self._slabs[out] = turned
+                elif node.op_type in ("Slice", "Gather"):
+                    part = slabs.read(held, node)
+                    if part is not None:
+                        self._reads[node] = (held, *part)
+        self._needed = self._with_other_readers(followed, passed)
+
+    def _with_other_readers(self, followed: Sequence[ir.Node], passed: dict[ir.Value, ir.Value]) -> set[ir.Value]:
+        """The followed values that something else reads than what follows them."""
+        needed: set[ir.Value] = set()
+        for node in reversed(followed):
+            (out, *_) = node.outputs
+            if out not in self._slabs and out not in passed:
+                continue
+            for user, index in out.uses():
+                (made, *_) = user.outputs
+                if made in passed:
+                    wanted = made in needed and index == (2 if user.op_type in _SCATTERS else 0)
+                else:
+                    wanted = user not in self._reads and not (index == 0 and made in self._slabs and self._slabs[made].again)
+                if wanted:
+                    needed.add(out)
+            if out.is_graph_output():
+                needed.add(out)
+        return needed
+
+    def replaced(self, op: Builder, node: ir.Node) -> ir.Value | None:
+        """What takes the place of a node's result."""
+        out = node.outputs[0]
+        if node in self._reads:
+            held, part, alone = self._reads[node]
+            value = held.emit(op, [replace(part, value=self._as_now(part.value))])
+            made = op.Squeeze(value, [held.axis]) if alone else value
+        elif out in self._slabs and self._slabs[out].again:
+            held = self._slabs[out]
+            parts = [replace(part, value=self._as_now(part.value)) for part in held.parts]
+            made = held.emit(op, parts) if out in self._needed else None
+        else:
+            made = _chosen(op, node) if node.op_type in _SCATTERS else None
+        if made is not None:
+            self._now[out] = made
+        return made
+
+    def _as_now(self, value: ir.Value) -> ir.Value:
+        while value in self._now:
+            value = self._now[value]
+        return value
+
+
+_SCATTERS = frozenset({"ScatterElements", "ScatterND"})
+
+_FOLLOWED = _SCATTERS | {"Slice", "Gather", "Transpose", "Identity"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Where a scatter writes.
+
+    Attributes:
+        starts: the first index along each axis.
+        within: the axes along which it writes a part.
+    """
+
+    starts: list[int]
+    within: list[int]
+
+
+def _box(node: ir.Node) -> _Box | None:
     x, indices, updates = (input_of(node, k) for k in range(3))
     sizes, own = dims(x), dims(updates)
     if sizes is None or own is None or len(own) != len(sizes) or x.dtype == ir.DataType.STRING:
@@ -49,9 +153,29 @@ def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
     before = _from_the_front(starts, sizes, own) if starts is not None else None
     if starts is None or before is None or node.attributes.get_string("reduction", "none") != "none":
         return None
+    sides = zip(before, sizes, own, strict=True)
+    whole = [k >= len(starts) or (start == 0 and size is not None and size == n) for k, (start, size, n) in enumerate(sides)]
+    return _Box(before, [axis for axis, all_ in enumerate(whole) if not all_])
+
+
+def _slab(box: _Box, x: ir.Value, updates: ir.Value) -> tuple[int, int] | None:
+    """The axis along which a part is written, and where it starts; None if there are several axes."""
+    return (
+        (box.within[0], box.starts[box.within[0]])
+        if len(box.within) == 1 and len(dims(x) or ()) == len(dims(updates) or ())
+        else None
+    )
+
+
+def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
+    box = _box(node)
+    if box is None:
+        return None
+    x, updates = input_of(node), input_of(node, 2)
+    sizes, own = dims(x) or (), dims(updates) or ()
     after, inside = [], None
-    for axis, (start, size, count) in enumerate(zip(before, sizes, own, strict=True)):
-        if axis >= len(starts) or (start == 0 and size is not None and size == count):
+    for axis, (start, size, count) in enumerate(zip(box.starts, sizes, own, strict=True)):
+        if axis not in box.within:
             after.append(0)
             continue
         if isinstance(size, int) and isinstance(count, int):
@@ -68,9 +192,9 @@ def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:
     if inside is None:
         return updates
     if all(isinstance(part, int) for part in after):
-        pads = op.const([*before, *after])
+        pads = op.const([*box.starts, *after])
     else:
-        pads = op.Concat(op.const(before), *(op.const([p]) if isinstance(p, int) else p for p in after), axis=0)
+        pads = op.Concat(op.const(box.starts), *(op.const([p]) if isinstance(p, int) else p for p in after), axis=0)
     return op.Where(inside, op.Pad(updates, pads), x)  # type: ignore[no-any-return]
 
 
@@ -97,6 +221,9 @@ def _starts(indices: ir.Value, box: Sequence[Dim]) -> list[int] | None:
     """The first index along each axis; None unless index k of an element follows its place along axis k alone."""
     known, node = constant(indices), indices.producer()
     shape = dims(indices)
+    if known is None and shape is not None and len(shape) == 2 and shape[-1] == 1:  # rows
+        start = _start(_before_expand(indices, 1), 0, box[0], 1)
+        return None if start is None else [start]
     if shape is None or not isinstance(shape[-1], int) or len(shape) != shape[-1] + 1:
         return None
     count = shape[-1]
@@ -170,7 +297,8 @@ def _counts(value: ir.Value) -> bool:
             return _is(node.inputs[0], 0) and _is(node.inputs[2], 1)
         if node.op_type == "NonZero":
             return _is_filled(input_of(node))
-        if node.op_type not in MOVES and not (node.op_type == "Mul" and _is(node.inputs[1], 1)):
+        first = node.op_type == "Slice" and _is(node.inputs[1], 0) and (len(node.inputs) < 5 or _is(node.inputs[4], 1))
+        if node.op_type not in MOVES and not first and not (node.op_type == "Mul" and _is(node.inputs[1], 1)):
             return False
         node = input_of(node).producer()
     return False

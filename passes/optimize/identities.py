@@ -150,28 +150,40 @@ def _gets_a_bias(product: ir.Value) -> bool:
 
 
 def joined_pads(op: Builder, node: ir.Node) -> ir.Value | None:
-    """Pad(a, behind) + Pad(b, in front) → Concat(a, b), when the parts fill an axis without overlap
+    """Pad(a, behind) + Pad(b, in front) + c → Concat(a, b) + c, when parts do not overlap; zeros fill what is between them
 
-    Autodiff leaves such sums where Gather, Slice or Split took a tensor apart.
+    Autodiff leaves such sums where Gather, Slice or Split took a tensor apart, and an element asks every summand for its part.
     """
     if any(user.op_type == "Add" for user in node.outputs[0].consumers()):
         return None  # a longer sum of parts may end further down
-    parts = [_padded_part(leaf) for leaf in _summands(node)]
-    found = [part for part in parts if part is not None]
-    if len(found) != len(parts) or len({axis for axis, _, _ in found}) != 1:
+    groups: dict[int, list[tuple[int, int, ir.Value]]] = {}
+    others = []
+    for leaf in _summands(node):
+        part = _padded_part(leaf)
+        extent = (dims(part[2]) or ())[part[0]] if part is not None else None
+        if part is not None and isinstance(extent, int) and same_shape(leaf, node.outputs[0]):
+            groups.setdefault(part[0], []).append((part[1], extent, part[2]))
+        else:
+            others.append(leaf)
+    axis = max(groups, key=lambda k: len(groups[k]), default=-1)
+    parts = sorted(groups.pop(axis, []), key=lambda part: part[0])
+    size = (dims(node.outputs[0]) or ())[axis] if parts else None
+    if len(parts) < 2 or groups or (others and len(parts) < 3) or not isinstance(size, int):
         return None
-    axis, size = found[0][0], static_dims(node.outputs[0])
-    if size is None:
+    ends = [0, *(start + extent for start, extent, _ in parts)]
+    gaps = [start - end for (start, _, _), end in zip([*parts, (size, 0, parts[0][2])], ends, strict=True)]
+    if min(gaps) < 0:
         return None
-    position = 0
-    for _, start, source in sorted(found, key=lambda part: part[1]):
-        extent = static_dims(source)
-        if start != position or extent is None:
-            return None
-        position += extent[axis]
-    if position != size[axis]:
-        return None
-    return op.Concat(*(source for _, _, source in sorted(found, key=lambda part: part[1])), axis=axis)  # type: ignore[no-any-return]
+    rank = len(dims(node.outputs[0]) or ())
+    filled_up = []
+    for k, (_, _, source) in enumerate(parts):
+        around = [0] * (2 * rank)
+        around[axis], around[rank + axis] = (gaps[0] if k == 0 else 0), gaps[k + 1]
+        filled_up.append(op.Pad(source, around) if any(around) else source)
+    joined = op.Concat(*filled_up, axis=axis)
+    for other in others:
+        joined = op.Add(joined, other)
+    return joined  # type: ignore[no-any-return]
 
 
 def _summands(node: ir.Node) -> list[ir.Value]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import graphc
+from graphc.ir.facts import dims
 from graphc.pipeline import Context, PassCall, run
 from graphc.training.inference import run_model
 
@@ -51,6 +52,47 @@ def test_slices_that_the_torchscript_exporter_writes_train_as_in_pytorch(tmp_pat
         for rows in (4, 4, 3):
             loss = module(x[:rows])
             assert trainer.step({"x": x[:rows].numpy()})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+class Unrolled(nn.Module):
+    """A loop that writes each step's result in its place and reads the last one; some places are written twice, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.again = nn.Linear(5, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        y = h.new_zeros(h.shape[0], 9, 6)
+        y[:, 0] = h[:, 0]
+        for t in range(1, 6):
+            y[:, t] = torch.tanh(self.again(y[:, t - 1].clone()) + h[:, t])
+        y[:, 3:5] = y[:, 1:3] * 2
+        y[:, -1] = y[:, :6].sum(1)
+        y[:, :, 2] = 0.5
+        y[:, :, 4] = h[:, :1, 1]
+        return y  # type: ignore[no-any-return]
+
+
+def test_parts_that_a_loop_writes_are_put_side_by_side_once() -> None:
+    torch.manual_seed(0)
+    module, x, goal = Unrolled(), torch.randn(4, 7, 5), torch.randn(4, 9, 6)
+    program = graphc.compile(
+        module, example_inputs=(x,), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1), backend="onnxruntime"
+    )
+    nodes = list(program.inference.graph)
+    assert not any("Scatter" in node.op_type for node in nodes)
+    whole = [node.op_type for node in nodes if (dims(node.outputs[0]) or ())[1:] == (9, 6)]
+    assert len(whole) < 8, whole  # eleven assignments
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with graphc.Trainer(program) as trainer:
+        for rows in (4, 4, 3):
+            loss = nn.functional.mse_loss(module(x[:rows]), goal[:rows])
+            feeds = {"x": x[:rows].numpy(), "label": goal[:rows].numpy()}
+            assert trainer.step(feeds)["loss"] == pytest.approx(loss.item(), rel=1e-5)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
