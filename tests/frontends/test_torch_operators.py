@@ -17,6 +17,7 @@ pytest.importorskip("onnxscript")
 import graphc  # noqa: E402
 from graphc import frontends  # noqa: E402
 from graphc.errors import ModelError  # noqa: E402
+from tests.frontends.torch_steps import follow  # noqa: E402
 from tests.tiers import thinned  # noqa: E402
 
 F = torch.nn.functional
@@ -253,3 +254,25 @@ def test_what_has_no_form_is_refused_by_name(function: Callable[[Any], Any], mes
 
     with pytest.raises(ModelError, match=message):
         frontends.export(One(), (torch.randn(4, 6),), exporter="dynamo")
+
+
+class Normalised(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Asks a range for the axes to add up, as code that is also scripted does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 4)
+
+    def forward(self, x: Any) -> Any:
+        h = self.layer(x)
+        axes = torch.arange(1, h.dim()).tolist()
+        return h - h.mean(dim=axes, keepdim=True)
+
+
+def test_a_range_tells_its_elements() -> None:
+    torch.manual_seed(0)
+    module, x = Normalised(), torch.randn(5, 3, 6)
+    program = graphc.compile(
+        frontends.export(module, (x[:2],), exporter="dynamo"), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1)
+    )
+    follow(program, module, x, torch.randn(5, 3, 4), rate=0.1, steps=3)
