@@ -95,9 +95,12 @@ def _without_repetition(op: Builder, node: ir.Node) -> Sequence[ir.Value] | None
     before   Einsum(a[1, 3], b[8, 3]; "bi,bi->bi")        after   Einsum(Squeeze(a, 0), b; "i,bi->bi")
     """
     inputs = [v for v in node.inputs if v is not None]
-    if node.domain != "" or any(dims(v) is None for v in inputs):
+    named = node.attributes.get_string("equation", "").partition("->")[0].count(",") + 1
+    if node.domain != "" or named != len(inputs) or any(dims(v) is None for v in inputs):
         return None
     terms, result = einsum_terms(node, inputs)
+    if any(len(term) != len(dims(v) or ()) for term, v in zip(terms, inputs, strict=True)):
+        return None  # inference says what is wrong
     longer = {
         label
         for term, v in zip(terms, inputs, strict=True)

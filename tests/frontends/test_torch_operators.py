@@ -90,6 +90,7 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "einsum whose ellipses differ": lambda x: (
         x * torch.einsum("...ij, ...j -> ...i", x[:, :, None].cos(), x[None, :, :1, None])[0, 0]
     ),
+    "einsum with an ellipsis of nothing": lambda x: torch.einsum("...i,...i->...i", x, x[0].cos()),
     "einsum that repeats one": lambda x: torch.einsum("bi,bi->bi", x[:1].sin(), x),
     "rolled by what data choose": lambda x: (
         x.roll(-int(x.mean(0).argmax()), 1) + torch.roll(x, (int(x[0].argmin()), 1), (0, 1))

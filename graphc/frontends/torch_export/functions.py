@@ -279,7 +279,7 @@ def _einsum(equation: Any, *operands: Any) -> torch.Tensor | None:
     if len(set(widths)) < 2:
         return None
     free = "".join(letter for letter in string.ascii_letters if letter not in equation)[: max(widths)]
-    named = [term.replace("...", free[len(term) - 3 - x.dim() :]) for term, x in zip(terms, tensors, strict=True)]
+    named = [term.replace("...", free[len(free) + len(term) - 3 - x.dim() :]) for term, x in zip(terms, tensors, strict=True)]
     return torch.einsum(f"{','.join(named)}->{result.replace('...', free)}", *tensors)
 
 
