@@ -48,52 +48,56 @@ def boxes(model: ir.Model, ctx: Context) -> bool:
 
 
 class _Written:
-    """What the scatters of a graph write, before any is replaced."""
+    """What the scatters of a graph write, and what is read of it; found before any node is replaced."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._slabs: dict[ir.Value, slabs.Slabs] = {}
+        self._passed: dict[ir.Value, ir.Value] = {}  # a value that is another one as it is → that one
         self._reads: dict[ir.Node, tuple[slabs.Slabs, slabs.Part, bool]] = {}
-        self._now: dict[ir.Value, ir.Value] = {}
-        passed: dict[ir.Value, ir.Value] = {}
-        followed = [node for node in graph if node.domain == "" and node.op_type in _FOLLOWED]
+        self._now: dict[ir.Value, ir.Value] = {}  # what was replaced → by what
+        op = Builder(graph)
+        followed = [node for node in graph if node.domain == "" and node.op_type in _FOLLOWED and node.inputs[0] is not None]
         for node in followed:
-            (out, *_), x = node.outputs, node.inputs[0]
-            if x is None:
-                continue
-            x = passed.get(x, x)
-            held = self._slabs.get(x)
+            source = self._passed.get(input_of(node), input_of(node))
             if node.op_type in _SCATTERS:
-                box = _box(node)
-                found = _slab(box, x, input_of(node, 2)) if box is not None else None
-                if box is not None and not box.within:
-                    passed[out] = passed.get(input_of(node, 2), input_of(node, 2))
-                elif found is not None:
-                    made = slabs.assigned(held, x, *found, input_of(node, 2))
-                    if made is not None:
-                        self._slabs[out] = made
-            elif held is not None:
-                if slabs.same(node) is not None:
-                    passed[out] = x
-                elif node.op_type == "Transpose":
-                    turned = slabs.transposed(held, node)
-                    if turned is not None:
-                        self._slabs[out] = turned
-                elif node.op_type in ("Slice", "Gather"):
-                    part = slabs.read(held, node)
-                    if part is not None:
-                        self._reads[node] = (held, *part)
-        self._needed = self._with_other_readers(followed, passed)
+                self._follow_scatter(node, source)
+            elif source in self._slabs:
+                self._follow_reader(op, node, source)
+        self._needed = self._with_other_readers(followed)
 
-    def _with_other_readers(self, followed: Sequence[ir.Node], passed: dict[ir.Value, ir.Value]) -> set[ir.Value]:
+    def _follow_scatter(self, node: ir.Node, source: ir.Value) -> None:
+        box, out, updates = _box(node), node.outputs[0], input_of(node, 2)
+        if box is not None and not box.within:
+            self._passed[out] = self._passed.get(updates, updates)
+        elif box is not None and len(box.within) == 1:
+            (axis,) = box.within
+            made = slabs.assigned(self._slabs.get(source), source, axis, box.starts[axis], updates)
+            if made is not None:
+                self._slabs[out] = made
+
+    def _follow_reader(self, op: Builder, node: ir.Node, source: ir.Value) -> None:
+        held, out = self._slabs[source], node.outputs[0]
+        if slabs.same(op, node):
+            self._passed[out] = source
+        elif node.op_type == "Transpose":
+            turned = slabs.transposed(held, node)
+            if turned is not None:
+                self._slabs[out] = turned
+        else:
+            part = slabs.read(held, node)
+            if part is not None:
+                self._reads[node] = (held, *part)
+
+    def _with_other_readers(self, followed: Sequence[ir.Node]) -> set[ir.Value]:
         """The followed values that something else reads than what follows them."""
         needed: set[ir.Value] = set()
         for node in reversed(followed):
             (out, *_) = node.outputs
-            if out not in self._slabs and out not in passed:
+            if out not in self._slabs and out not in self._passed:
                 continue
             for user, index in out.uses():
                 (made, *_) = user.outputs
-                if made in passed:
+                if made in self._passed:
                     wanted = made in needed and index == (2 if user.op_type in _SCATTERS else 0)
                 else:
                     wanted = user not in self._reads and not (index == 0 and made in self._slabs and self._slabs[made].again)
@@ -156,15 +160,6 @@ def _box(node: ir.Node) -> _Box | None:
     sides = zip(before, sizes, own, strict=True)
     whole = [k >= len(starts) or (start == 0 and size is not None and size == n) for k, (start, size, n) in enumerate(sides)]
     return _Box(before, [axis for axis, all_ in enumerate(whole) if not all_])
-
-
-def _slab(box: _Box, x: ir.Value, updates: ir.Value) -> tuple[int, int] | None:
-    """The axis along which a part is written, and where it starts; None if there are several axes."""
-    return (
-        (box.within[0], box.starts[box.within[0]])
-        if len(box.within) == 1 and len(dims(x) or ()) == len(dims(updates) or ())
-        else None
-    )
 
 
 def _chosen(op: Builder, node: ir.Node) -> ir.Value | None:

@@ -22,7 +22,7 @@ MOST = 4096
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``count`` elements from ``start`` on, along the axis, of ``Transpose(value, perm)``."""
+    """Elements ``start`` to ``start + count`` of ``Transpose(value, perm)``, along the axis of its :class:`Slabs`."""
 
     value: ir.Value
     perm: tuple[int, ...]
@@ -32,7 +32,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """A tensor as parts that lie side by side along ``axis``; ``again``: two or more were assigned."""
+    """A tensor, made of parts.
+
+    Attributes:
+        axis: along which the parts lie side by side.
+        again: whether two or more of them were assigned.
+    """
 
     axis: int
     parts: tuple[Part, ...]
@@ -106,8 +111,6 @@ def read(held: Slabs, node: ir.Node) -> tuple[Part, bool] | None:
     return (found[0], False) if len(found) == 1 else None
 
 
-def same(node: ir.Node) -> ir.Value | None:
-    """What a node passes on as it is."""
-    if node.op_type == "Slice":
-        return slice_of_everything(Builder(node.graph), node) if isinstance(node.graph, ir.Graph) else None
-    return node.inputs[0] if node.op_type == "Identity" else None
+def same(op: Builder, node: ir.Node) -> bool:
+    """Whether a Slice or an Identity passes on its operand as it is."""
+    return node.op_type == "Identity" or (node.op_type == "Slice" and slice_of_everything(op, node) is not None)

@@ -261,7 +261,7 @@ def name_derivatives(model: ir.Model) -> None:
             )
         if not between:
             op = Builder(model.graph, before=node)
-            node.outputs[0].replace_all_uses_with(op.Mul(x, op.CastLike(op.Constant(value_float=0.0), x)))
+            node.outputs[0].replace_all_uses_with(op.zeros_like(x))
             model.graph.remove(node, safe=True)
             continue
         node.op_type, node.domain = "Gradient", TRAINING
