@@ -217,6 +217,10 @@ class Backend(Capabilities, Protocol):
     name: str
     memory: Memory
 
+    def use_cores(self, cores: Sequence[int]) -> None:
+        """Learn which cores are this worker's, before anything is bound; a backend may keep its threads on them."""
+        return
+
     def prepare_segments(self, models: Sequence[onnx.ModelProto], *, varying: bool = False) -> None:
         """Begin to compile segments, each of which :meth:`bind_segment` binds later.
 

@@ -92,6 +92,7 @@ class OnnxRuntimeBackend(Backend):
         fuse_small: compile them where they are too little to pay for the compilation too.
         bf16_products: let oneDNN round the operands of large products and convolutions to bfloat16 on processors that multiply
             it faster (AMX, AVX512-BF16, Arm's BF16); sums, and everything else, stay float32. On others nothing changes.
+        pin: keep every thread of the team on a core of its own (:meth:`use_cores`).
 
     Raises:
         UsageError: ``bf16_products`` without oneDNN.
@@ -110,7 +111,14 @@ class OnnxRuntimeBackend(Backend):
     )
 
     def __init__(
-        self, *, threads: int, spin: bool = True, fuse: bool = True, fuse_small: bool = False, bf16_products: bool = False
+        self,
+        *,
+        threads: int,
+        spin: bool = True,
+        fuse: bool = True,
+        fuse_small: bool = False,
+        bf16_products: bool = False,
+        pin: bool = False,
     ) -> None:
         check_runs_here()
         if bf16_products and library() is None:
@@ -121,13 +129,17 @@ class OnnxRuntimeBackend(Backend):
         self.memory: Memory = TeamMemory(self.pool)
         self._options = session_options(threads, spin)
         self._alone = session_options(1, spin=False)
-        self._fuse = fuse
+        self._fuse, self._pins = fuse, pin
         self.separate = SEPARATE if fuse else None
         self._scratch = scratchpad_of(self.pool)
         self._prepared: dict[int, tuple[onnx.ModelProto, SharedSegment | None]] = {}
         self._least = 1 if fuse_small else host.LEAST
         self._ledger = RowLedger(threads)
         self._sessions: weakref.WeakValueDictionary[bytes, ort.InferenceSession] = weakref.WeakValueDictionary()
+
+    def use_cores(self, cores: Sequence[int]) -> None:
+        if self._pins:
+            self.pool.pin(cores)
 
     def prefers_native(self, node: ir.Node) -> bool:
         if self._fuse and key_of(node.domain, node.op_type) in FUSED and host.pays(node, self._least):

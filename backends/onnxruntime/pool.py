@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
 from graphc.backends.onnxruntime.kernels.onednn import library
 from graphc.backends.onnxruntime.native import Bound, bind_code, bind_numba, team_runner
 from graphc.device import Run
+from graphc.errors import GraphcError, UsageError, counted
 
 _CODE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
@@ -77,6 +79,7 @@ class ThreadPool:
         if threads < 1:
             raise ValueError(f"a pool needs at least one thread, not {threads}")
         self.threads, self.bf16_products = threads, bf16_products
+        self._unpinned: set[int] = set()
         self._workers: list[_Worker] = []
         self._closer = weakref.finalize(self, _stop, self._workers)
 
@@ -121,6 +124,38 @@ class ThreadPool:
         """Bind a function and run it once (see :meth:`bind`)."""
         self.bind(function, arguments, total, grain)()
 
+    def pin(self, cores: Sequence[int]) -> None:
+        """Keep every thread of the team on a core of its own, until :meth:`close`.
+
+        The calling thread may use all of ``cores``: what it starts later (data loaders, a compiler) inherits what it may use.
+        It seldom leaves the first one, since others are busy with the team.
+
+        Raises:
+            UsageError: fewer cores than threads.
+        """
+        if len(cores) < self.threads:
+            raise UsageError(
+                f"pin=true needs a core for every thread: {counted(self.threads, 'thread')} on {counted(len(cores), 'core')};"
+                " leave threads out, which then takes one for each core of this worker"
+            )
+        self._unpinned = self._unpinned or os.sched_getaffinity(0)
+        self._allow([set(cores), *({core} for core in cores[1 : self.threads])])
+
+    def _allow(self, cores: Sequence[set[int]]) -> None:
+        """Say for each thread which cores it may use."""
+        failed: list[OSError] = []
+
+        def allow(_: int, start: int, stop: int) -> None:
+            try:
+                os.sched_setaffinity(0, cores[start])  # 0 is the calling thread
+            except OSError as error:
+                failed.append(error)
+
+        code = _CODE(allow)
+        self.bind(code, (0,), self.threads)()
+        if failed:
+            raise GraphcError(f"this machine does not keep threads on the cores {cores}: {failed[0]}")
+
     def _spread(self, function: Callable[..., None], arguments: tuple[Any, ...], ranges: Sequence[tuple[int, int]]) -> None:
         """Call a function in threads of this pool's own; errors are raised here, after all ranges have ended."""
         ranges = ranges if self.threads > 1 else [(ranges[0][0], ranges[-1][1])]
@@ -145,6 +180,9 @@ class ThreadPool:
 
     def close(self) -> None:
         """End the threads; the pool then runs everything in the calling thread."""
+        if self._unpinned:  # OpenMP keeps its threads for the next pool
+            self._allow([self._unpinned] * self.threads)
+            self._unpinned = set()
         self._closer()
         self.threads = 1
 

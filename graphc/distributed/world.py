@@ -128,9 +128,14 @@ def threads_for(world: World) -> int:
     return max(1, available_cores() // world.local_size)
 
 
+def usable_cores() -> tuple[int, ...]:
+    """The cores in the affinity mask of this thread, in order."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
 def available_cores() -> int:
-    """Cores in the affinity mask of this process, or fewer where a container's CPU quota allows fewer."""
-    cores = len(os.sched_getaffinity(0))
+    """How many cores this process may use at a time: a container's CPU quota may allow fewer than :func:`usable_cores`."""
+    cores = len(usable_cores())
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphc import frontends
 from graphc.backend import Backend, make_backend
 from graphc.compiler import ModelSource
-from graphc.distributed.world import available_cores
+from graphc.distributed.world import available_cores, usable_cores
 from graphc.errors import DataDependentShapeError, FeedError, GraphcError, NewerOpsetError, nearest
 from graphc.ir.bound_inputs import bind_inputs, choices
 from graphc.ir.decomposition import decompose_graph
@@ -64,6 +64,7 @@ def run_model(
     original = frontends.load(model, reading=ReadOptions(max_model_bytes=max_model_bytes, external_data=external_data))
     given = _check_feeds(original.graph, feeds)
     engine = make_backend(backend, threads=threads or available_cores())
+    engine.use_cores(usable_cores())
     try:
         legal = original.clone()
         _fed_initializers_are_inputs(legal.graph, given)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +20,11 @@ from graphc.data import Shards
 from graphc.device import Array
 from graphc.distributed.choose import open_communicator
 from graphc.distributed.communicator import Communicator
+from graphc.distributed.cores import cores_of
 from graphc.distributed.groups import Groups, workers_of_a_machine
 from graphc.distributed.health.deadline import check_deadline
 from graphc.distributed.nccl.device_transport import for_memory
-from graphc.distributed.world import find_world, threads_for
+from graphc.distributed.world import find_world
 from graphc.errors import GraphcError, UsageError, describe_error, leaves_well
 from graphc.ir.names import DETERMINISTIC, LEARNING_RATE, SEED, SKIPPED, kept_outputs
 from graphc.ir.ops.accumulation import sums_by_tree
@@ -72,6 +72,7 @@ class Trainer:
 
     Attributes:
         rank, size: this worker's rank, and the number of ranks.
+        cores: the cores that it computes on: those of its process, shared with the workers beside it that may use them.
         groups: the communicators of the mesh.
         data_rank, data_size: which share of a batch is this worker's, and the number of shares: the place among the mesh's
             replicas, and their number.
@@ -118,13 +119,15 @@ class Trainer:
         except GraphcError:
             self.comm.close()
             raise
+        self.cores = cores_of(self.comm)
         if threads is None:
-            threads = threads_for(world) if world is not None else max(1, len(os.sched_getaffinity(0)) // self.size)
+            threads = len(self.cores)
         if sums_by_tree(graph):
             threads = 1  # the number of threads changes the order of summation
         same = DETERMINISTIC in program.model.metadata_props or sums_by_tree(graph)
         with collection_paused():  # modules and graphs that stay, which the collector would traverse
             self.backend = make_backend(program.backend, threads=threads, spin=self.size == 1, deterministic=same)
+            self.backend.use_cores(self.cores)
             self.program = program = replace(program, model=adapted(program.model, self.backend))
         if self.rank == 0 and (program.arguments.precision or "").partition(":")[0] == "bf16" and self.backend.faster_bfloat16:
             warnings.warn(

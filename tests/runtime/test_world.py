@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from graphc.distributed.cores import Place, share_of_cores
 from graphc.distributed.world import World, available_cores, device_index, find_world, threads_for
 from graphc.errors import UsageError
 from graphc.mesh import Mesh
@@ -80,6 +81,26 @@ def test_workers_share_the_cores() -> None:
     assert 1 <= cores <= len(os.sched_getaffinity(0))
     assert threads_for(World()) == cores
     assert threads_for(World(0, 2 * cores, 0, 2 * cores, "mpi")) == 1
+
+
+FOUR, TWO = (0, 1, 2, 3), (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("places", "shares"),
+    [
+        ([("a", FOUR)], [FOUR]),
+        ([("a", FOUR)] * 2, [(0, 1), (2, 3)]),
+        ([("a", FOUR)] * 3, [(0,), (1,), (2,)]),  # as many for each: none waits for a slower one
+        ([("a", TWO)] * 3, [(4,), (5,), (4,)]),
+        ([("a", FOUR), ("a", TWO)], [FOUR, TWO]),  # bound to sockets, one worker each
+        ([("a", FOUR), ("a", TWO), ("a", FOUR), ("a", TWO)], [(0, 1), (4,), (2, 3), (5,)]),
+        ([("a", FOUR), ("b", FOUR)], [FOUR, FOUR]),
+        ([("a", (0,)), ("a", (1,))], [(0,), (1,)]),
+    ],
+)
+def test_workers_of_a_machine_share_the_cores_that_they_may_use(places: list[Place], shares: list[tuple[int, ...]]) -> None:
+    assert [share_of_cores(places, rank) for rank in range(len(places))] == shares
 
 
 def test_workers_take_their_devices_in_turn() -> None:

@@ -19,6 +19,8 @@ from graphc.backend import make_backend
 from graphc.backends.host.processor import copies_to_bfloat16, multiplies_bfloat16
 from graphc.backends.onnxruntime import pool as pools
 from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, MatmulPrimitive, library
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.world import usable_cores
 from graphc.errors import InternalError, UsageError
 
 
@@ -165,3 +167,51 @@ def test_products_of_bfloat16_are_an_option_of_the_backend(monkeypatch: pytest.M
     monkeypatch.setattr(onnxruntime, "library", lambda: None)
     with pytest.raises(UsageError, match="needs oneDNN"):
         make_backend("onnxruntime:bf16_products=true", threads=1)
+
+
+def _allowed(pool: pools.ThreadPool) -> list[set[int]]:
+    """The cores that each thread of the team may use."""
+    found: dict[int, set[int]] = {}
+
+    def look(_: int, start: int, stop: int) -> None:
+        found[start] = os.sched_getaffinity(0)
+
+    code = pools._CODE(look)
+    pool.bind(code, (0,), pool.threads)()
+    return [found[k] for k in range(pool.threads)]
+
+
+def test_pinned_threads_stay_on_their_cores_until_the_pool_is_closed(pool: pools.ThreadPool) -> None:
+    usable = usable_cores()
+    cores = [usable[k % len(usable)] for k in range(3)]
+    pool.pin(cores)
+    assert _allowed(pool) == [set(cores), {cores[1]}, {cores[2]}]
+    pool.close()
+    later = pools.ThreadPool(3)  # OpenMP gives it the same threads
+    assert _allowed(later) == [set(usable)] * 3
+    later.close()
+    assert usable_cores() == usable
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core is every thread's")
+def test_a_pinned_trainer_computes_the_same_and_leaves_processes_free(exported: Callable[[str], str]) -> None:
+    loss, optimizer, rng = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1), np.random.default_rng(0)
+    feeds = {"input": rng.standard_normal((64, 784), dtype=np.float32), "label": rng.integers(0, 10, 64)}
+    losses = []
+    for backend in ("onnxruntime", "onnxruntime:pin=true"):
+        program = graphc.compile(exported("mlp"), loss=loss, optimizer=optimizer, backend=backend)
+        with graphc.Trainer(program, comm=NullCommunicator()) as trainer:
+            losses.append([trainer.step(feeds)["loss"] for _ in range(3)])
+            pool = trainer.backend.pool  # type: ignore[attr-defined]
+            assert pool.threads == len(trainer.cores)
+            if "pin" in backend:
+                assert _allowed(pool)[1:] == [{core} for core in trainer.cores[1:]]
+            assert usable_cores() == trainer.cores  # what a data loader's processes inherit
+    assert losses[0] == losses[1]
+
+
+def test_threads_without_cores_of_their_own_are_not_pinned(exported: Callable[[str], str]) -> None:
+    loss, optimizer, threads = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.1), len(usable_cores()) + 1
+    program = graphc.compile(exported("mlp"), loss=loss, optimizer=optimizer, backend="onnxruntime:pin=true")
+    with pytest.raises(UsageError, match=f"needs a core for every thread: {threads} threads on"):
+        graphc.Trainer(program, threads=threads)
