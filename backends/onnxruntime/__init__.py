@@ -38,10 +38,10 @@ try:
     from graphc.backends.host.shared import SharedSegment, shared_segment
     from graphc.backends.onnxruntime import kernels, recurrent  # noqa: F401 - registers its kernels
     from graphc.backends.onnxruntime.guards import guarded
-    from graphc.backends.onnxruntime.kernels.linear import NARROWEST
-    from graphc.backends.onnxruntime.kernels.onednn import library
-    from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
-    from graphc.backends.onnxruntime.kernels.written_rows import RowLedger
+    from graphc.backends.onnxruntime.kernels.common.scratch import scratchpad_of
+    from graphc.backends.onnxruntime.kernels.common.written_rows import RowLedger
+    from graphc.backends.onnxruntime.kernels.onednn.binding import library
+    from graphc.backends.onnxruntime.kernels.products.linear import NARROWEST
     from graphc.backends.onnxruntime.memory import TeamMemory
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool

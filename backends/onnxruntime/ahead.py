@@ -21,7 +21,7 @@ from pathlib import Path
 
 from graphc.backends.host.object_files import write_object
 from graphc.backends.host.processor import LEVELS, processor
-from graphc.backends.onnxruntime.kernels.jit import NumbaFunction, numba_package
+from graphc.backends.onnxruntime.kernels.common.jit import NumbaFunction, numba_package
 from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of, object_of
 from graphc.errors import InternalError, UsageError
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from graphc.backends.host.compiler import compiler
 from graphc.backends.host.processor import processor
-from graphc.backends.onnxruntime.kernels.jit import NumbaFunction, numba_package
+from graphc.backends.onnxruntime.kernels.common.jit import NumbaFunction, numba_package
 from graphc.backends.onnxruntime.vectors.deferred import Deferred
 from graphc.errors import InternalError
 

@@ -19,7 +19,7 @@ import numpy as np
 from graphc.backends.host.calls import loaded
 from graphc.backends.host.compiler import compiler
 from graphc.backends.onnxruntime import machine_code
-from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
+from graphc.backends.onnxruntime.kernels.common.jit import NumbaFunction
 from graphc.errors import InternalError
 
 TEAM = f"""

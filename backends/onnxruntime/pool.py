@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from graphc.backends.host.calls import NativeCall, alone_runner
-from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
-from graphc.backends.onnxruntime.kernels.onednn import library
+from graphc.backends.onnxruntime.kernels.common.jit import NumbaFunction
+from graphc.backends.onnxruntime.kernels.onednn.binding import library
 from graphc.backends.onnxruntime.native import Bound, bind_code, bind_numba, team_runner
 from graphc.device import Run
 from graphc.errors import GraphcError, UsageError, counted

@@ -13,9 +13,9 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.host.processor import has_matrix_tiles
-from graphc.backends.onnxruntime.kernels.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.linear import product_of
-from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+from graphc.backends.onnxruntime.kernels.common.arrays import given, optional
+from graphc.backends.onnxruntime.kernels.common.scratch import scratchpad_of
+from graphc.backends.onnxruntime.kernels.products.linear import product_of
 from graphc.backends.onnxruntime.recurrent import loops
 from graphc.backends.onnxruntime.recurrent.products import (
     FEWEST_TILED,

@@ -6,7 +6,7 @@ them. ``start`` and ``stop`` count shares: direction · parts + part of the batc
 
 from __future__ import annotations
 
-from graphc.backends.onnxruntime.kernels.jit import jit
+from graphc.backends.onnxruntime.kernels.common.jit import jit
 from graphc.backends.onnxruntime.recurrent import cells as row
 from graphc.backends.onnxruntime.recurrent.products import product, product_on_tiles
 from graphc.backends.onnxruntime.vectors.functions import array_of, floats_at

@@ -2,17 +2,17 @@
 
 Panels lie one behind another, each ``depth`` rows of WIDE_PANEL columns; the last one may have PANEL columns alone.
 
-On matrix tiles (:mod:`graphc.backends.onnxruntime.kernels.tiles`) the matrix is split instead, in strips of SIDE columns. Rows
-that hold an infinity come out as NaN there.
+On matrix tiles (:mod:`graphc.backends.onnxruntime.kernels.products.tiles`) the matrix is split instead, in strips of SIDE
+columns. Rows that hold an infinity come out as NaN there.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from graphc.backends.onnxruntime.kernels.jit import jit
-from graphc.backends.onnxruntime.kernels.panels import multiply_rows
-from graphc.backends.onnxruntime.kernels.tiles import split_right, square
+from graphc.backends.onnxruntime.kernels.common.jit import jit
+from graphc.backends.onnxruntime.kernels.products.panels import multiply_rows
+from graphc.backends.onnxruntime.kernels.products.tiles import split_right, square
 from graphc.backends.onnxruntime.vectors.functions import (
     LANES,
     PANEL,

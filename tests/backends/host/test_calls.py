@@ -124,7 +124,8 @@ def test_kernels_of_a_step_are_rows_unless_they_are_watched(monkeypatch: pytest.
 _INTERRUPTED = """
 import signal
 import numpy as np
-from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, library
+from graphc.backends.onnxruntime.kernels.onednn.binding import library
+from graphc.backends.onnxruntime.kernels.onednn.primitives import ConvolutionPrimitive
 from graphc.backends.onnxruntime.pool import ThreadPool
 
 if library() is None:

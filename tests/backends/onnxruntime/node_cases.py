@@ -90,7 +90,7 @@ def native(
 
 def used_pool(threads: int) -> Iterator[Any]:
     """A pool whose scratchpad holds what others leave there."""
-    from graphc.backends.onnxruntime.kernels.scratch import scratchpad_of
+    from graphc.backends.onnxruntime.kernels.common.scratch import scratchpad_of
     from graphc.backends.onnxruntime.pool import ThreadPool
 
     made = ThreadPool(threads)

@@ -15,7 +15,7 @@ from graphc.backends.host.object_files import write_object
 from graphc.backends.host.processor import processor
 from graphc.backends.onnxruntime import ahead
 from graphc.backends.onnxruntime.ahead import LIST, function_of
-from graphc.backends.onnxruntime.kernels.jit import NumbaFunction
+from graphc.backends.onnxruntime.kernels.common.jit import NumbaFunction
 from graphc.backends.onnxruntime.machine_code import AHEAD, ahead_name, identity_of
 
 LINES = LIST.read_text().splitlines()
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 from graphc.backends.host.object_files import write_object
 from graphc.backends.onnxruntime import machine_code
-from graphc.backends.onnxruntime.kernels.activations import _relu_grad
+from graphc.backends.onnxruntime.kernels.rows.activations import _relu_grad
 from graphc.backends.onnxruntime.pool import ThreadPool
 
 machine_code.AHEAD = Path({folder!r})
@@ -170,8 +170,8 @@ def test_code_of_a_level_runs_without_numba_and_damaged_code_does_not_run(
 
 WIDTH = """
 import sys
-from graphc.backends.onnxruntime.kernels.jit import jit, numba_package
-from graphc.backends.onnxruntime.kernels.mathematics import exp
+from graphc.backends.onnxruntime.kernels.common.jit import jit, numba_package
+from graphc.backends.onnxruntime.kernels.common.mathematics import exp
 @jit
 def total(x, y):
     for k in range(x.size):

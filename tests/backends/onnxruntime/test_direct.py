@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
-from graphc.backends.onnxruntime.kernels import direct, direct_plans, onednn  # noqa: E402
-from graphc.backends.onnxruntime.kernels.epilogues import PLAIN, ConvEpilogue  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions import direct, direct_plans  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions.epilogues import PLAIN, ConvEpilogue  # noqa: E402
+from graphc.backends.onnxruntime.kernels.onednn import binding  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402
 from tests.backends.onnxruntime.node_cases import native, used_pool  # noqa: E402
@@ -85,7 +86,7 @@ def test_results_and_weight_gradients_are_those_of_pytorch(case: str, pool: Thre
     assert np.array_equal(before, found)
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 @pytest.mark.parametrize("case", [case for case in CASES if "strides" not in case])
 def test_input_gradients_are_those_of_pytorch(case: str, pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     window, group, (x, w, _, _, dy, dx, _) = arrays(case)

@@ -13,13 +13,13 @@ pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 from graphc.backend import Binding, native_kernel  # noqa: E402
-from graphc.backends.onnxruntime.kernels import onednn  # noqa: E402
-from graphc.backends.onnxruntime.kernels.convolution import fused_conv  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions.convolution import fused_conv  # noqa: E402
+from graphc.backends.onnxruntime.kernels.onednn import binding  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.declare import declaration_of  # noqa: E402
 from tests.backends.onnxruntime.node_cases import single_node  # noqa: E402
 
-pytestmark = pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+pytestmark = pytest.mark.skipif(binding.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 
 Array = np.ndarray[Any, Any]
 

@@ -34,7 +34,7 @@ def test_a_second_start_needs_no_numba_until_a_function_of_another_file_changes(
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     for name, text in PARTS.items():
-        (folder / f"{name}.py").write_text(f"from graphc.backends.onnxruntime.kernels.jit import jit\n{text}")
+        (folder / f"{name}.py").write_text(f"from graphc.backends.onnxruntime.kernels.common.jit import jit\n{text}")
     monkeypatch.setenv("GRAPHC_CACHE_DIR", str(tmp_path / "cache"))
     script = KERNEL.format(folder=str(folder.parent))
 

@@ -425,9 +425,9 @@ LOSSES = ("graphc::SoftmaxCrossEntropy", "graphc::SoftmaxCrossEntropyGrad")
 
 def may_run(op: str) -> bool:
     """Whether the kernel is there: some need oneDNN."""
-    from graphc.backends.onnxruntime.kernels import onednn
+    from graphc.backends.onnxruntime.kernels.onednn import binding
 
-    return onednn.library() is not None or op not in ("Conv", "graphc::FusedConv", "graphc::ConvGradInput", "Gemm", "MatMul")
+    return binding.library() is not None or op not in ("Conv", "graphc::FusedConv", "graphc::ConvGradInput", "Gemm", "MatMul")
 
 
 def run_each(ops: Sequence[str]) -> None:

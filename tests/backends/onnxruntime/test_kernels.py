@@ -27,8 +27,9 @@ from graphc.passes.legalize.decompose import decompose_graph
 ort = pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
-from graphc.backends.onnxruntime.kernels import convolution, onednn  # noqa: E402
-from graphc.backends.onnxruntime.kernels.panels import parts_of_product  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions import convolution  # noqa: E402
+from graphc.backends.onnxruntime.kernels.onednn import binding  # noqa: E402
+from graphc.backends.onnxruntime.kernels.products.panels import parts_of_product  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool, partition  # noqa: E402
 from tests.backends.onnxruntime.node_cases import compare, native, reference, single_node  # noqa: E402
 from tests.tiers import params  # noqa: E402
@@ -108,7 +109,7 @@ def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: floa
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_convolution_in_onednn_is_that_of_pytorch(case: tuple[Any, ...], pool: ThreadPool) -> None:
-    if onednn.library() is None:
+    if binding.library() is None:
         pytest.skip("oneDNN is not installed")
     attributes, (x, w, b, y, dy, dx, dw) = convolve(case)
     close(native("Conv", [x, w, b], attributes, pool, [y])[0], y)
@@ -116,7 +117,7 @@ def test_convolution_in_onednn_is_that_of_pytorch(case: tuple[Any, ...], pool: T
     close(native("graphc::ConvGradWeight", [x, dy, shape_of(w)], attributes, pool, [dw], (2,))[0], dw)
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="needs oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="needs oneDNN")
 @pytest.mark.parametrize(
     ("x", "w", "options"),
     [
@@ -574,7 +575,7 @@ def test_attention_against_pytorch(causal: bool, pool: ThreadPool) -> None:
         np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="needs oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="needs oneDNN")
 @pytest.mark.parametrize(("m", "k", "n"), [(128, 256, 64), (33, 1000, 70)])
 @pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 1), (1, 0), (1, 1)])
 def test_products(m: int, k: int, n: int, a: int, b: int, pool: ThreadPool) -> None:
@@ -609,7 +610,7 @@ module.processor = lambda: found
 
 PRODUCTS = """
 import numpy as np
-from graphc.backends.onnxruntime.kernels.panels import product_in_panels
+from graphc.backends.onnxruntime.kernels.products.panels import product_in_panels
 from graphc.backends.onnxruntime.pool import ThreadPool
 
 rng = np.random.default_rng(0)
@@ -683,7 +684,7 @@ def test_gradient_of_a_gather_of_elements(shape: tuple[int, ...], axis: int, cou
         compare("graphc::GatherElementsGrad", arrays, {"axis": axis}, pool, constants=(2,))
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="needs oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="needs oneDNN")
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("of_a", "of_b", "of_y"),

@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 from graphc.backend import Binding, native_kernel  # noqa: E402
-from graphc.backends.onnxruntime.kernels.blocked_factors import LEAST  # noqa: E402
+from graphc.backends.onnxruntime.kernels.products.blocked_factors import LEAST  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from tests.backends.onnxruntime.node_cases import reference, single_node  # noqa: E402
 

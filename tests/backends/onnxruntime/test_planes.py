@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
-from graphc.backends.onnxruntime.kernels import planes  # noqa: E402
-from graphc.backends.onnxruntime.kernels.epilogues import PLAIN, ConvEpilogue  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions import planes  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions.epilogues import PLAIN, ConvEpilogue  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402
 

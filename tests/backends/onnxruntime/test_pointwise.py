@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 
-from graphc.backends.onnxruntime.kernels import onednn, pointwise
+from graphc.backends.onnxruntime.kernels.convolutions import pointwise
+from graphc.backends.onnxruntime.kernels.onednn import binding
 from graphc.backends.onnxruntime.pool import ThreadPool
 from tests.backends.onnxruntime.node_cases import native
 
@@ -44,7 +45,7 @@ def test_every_plan_gives_the_sums(shape: tuple[int, int, int, int], threads: in
         assert np.array_equal(first, dw)
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 def test_groups_of_pixels_are_products() -> None:
     rng = np.random.default_rng(3)
     x, w, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((3, 12, 9, 11), (15, 4, 1, 1), (15,)))

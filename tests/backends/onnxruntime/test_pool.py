@@ -18,7 +18,8 @@ import graphc
 from graphc.backend import make_backend
 from graphc.backends.host.processor import copies_to_bfloat16, multiplies_bfloat16
 from graphc.backends.onnxruntime import pool as pools
-from graphc.backends.onnxruntime.kernels.onednn import ConvolutionPrimitive, MatmulPrimitive, library
+from graphc.backends.onnxruntime.kernels.onednn.binding import library
+from graphc.backends.onnxruntime.kernels.onednn.primitives import ConvolutionPrimitive, MatmulPrimitive
 from graphc.distributed.host_queue import NullCommunicator
 from graphc.distributed.world import usable_cores
 from graphc.errors import InternalError, UsageError

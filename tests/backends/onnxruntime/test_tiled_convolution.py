@@ -12,8 +12,8 @@ pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 from graphc.backends.host.processor import has_matrix_tiles  # noqa: E402
-from graphc.backends.onnxruntime.kernels import tiled_convolution  # noqa: E402
-from graphc.backends.onnxruntime.kernels.tiled_convolution import convolve, weight_gradient  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions import tiled_convolution  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions.tiled_convolution import convolve, weight_gradient  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.device import Run  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402

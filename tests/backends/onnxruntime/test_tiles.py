@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("onnxruntime")
 
 from graphc.backends.host.processor import has_matrix_tiles
-from graphc.backends.onnxruntime.kernels import convolution
-from graphc.backends.onnxruntime.kernels.linear import product_without_tiles
-from graphc.backends.onnxruntime.kernels.tiles import is_better_on_tiles, product_on_tiles
+from graphc.backends.onnxruntime.kernels.convolutions import convolution
+from graphc.backends.onnxruntime.kernels.products.linear import product_without_tiles
+from graphc.backends.onnxruntime.kernels.products.tiles import is_better_on_tiles, product_on_tiles
 from graphc.backends.onnxruntime.pool import ThreadPool
 from tests.backends.onnxruntime.node_cases import native
 

@@ -11,13 +11,14 @@ import pytest
 pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
-from graphc.backends.onnxruntime.kernels import onednn, unfolded  # noqa: E402
-from graphc.backends.onnxruntime.kernels.epilogues import PLAIN, ConvEpilogue  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions import unfolded  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions.epilogues import PLAIN, ConvEpilogue  # noqa: E402
+from graphc.backends.onnxruntime.kernels.onednn import binding  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402
 from tests.backends.onnxruntime.node_cases import used_pool  # noqa: E402
 
-pytestmark = pytest.mark.skipif(onednn.library() is None, reason="its products are oneDNN's")
+pytestmark = pytest.mark.skipif(binding.library() is None, reason="its products are oneDNN's")
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
 import graphc  # noqa: E402
-from graphc.backends.onnxruntime.kernels.wide_products import product  # noqa: E402
+from graphc.backends.onnxruntime.kernels.products.wide_products import product  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.training.inference import run_model  # noqa: E402
 

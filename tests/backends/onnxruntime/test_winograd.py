@@ -11,7 +11,8 @@ import pytest
 pytest.importorskip("onnxruntime")
 torch = pytest.importorskip("torch")
 
-from graphc.backends.onnxruntime.kernels import onednn, winograd  # noqa: E402
+from graphc.backends.onnxruntime.kernels.convolutions import winograd_plans  # noqa: E402
+from graphc.backends.onnxruntime.kernels.onednn import binding  # noqa: E402
 from graphc.backends.onnxruntime.pool import ThreadPool  # noqa: E402
 from graphc.ir.ops.convolution import Window  # noqa: E402
 from tests.backends.onnxruntime.node_cases import native  # noqa: E402
@@ -64,19 +65,19 @@ def shape_of(array: Array) -> Array:
     return np.array(array.shape, dtype=np.int64)
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 @pytest.mark.parametrize("case", CASES)
 def test_convolutions_and_gradients_are_those_of_pytorch(case: str, pool: ThreadPool) -> None:
     attributes, (x, w, b, y, dy, dx, dw) = arrays(case)
     window = Window.of(attributes, x.shape[2:])
-    assert all(winograd.is_faster(kind, window, x.shape, y.shape) for kind in ("forward", "input", "weight"))
+    assert all(winograd_plans.is_faster(kind, window, x.shape, y.shape) for kind in ("forward", "input", "weight"))
     close(native("Conv", [x, w, b], attributes, pool, [y])[0], y)
     close(native("Conv", [x, w], attributes, pool, [y])[0], y - b[:, None, None])
     close(native("graphc::ConvGradInput", [dy, w, shape_of(x)], attributes, pool, [dx], (2,))[0], dx)
     close(native("graphc::ConvGradWeight", [x, dy, shape_of(w)], attributes, pool, [dw], (2,))[0], dw)
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 def test_a_nan_is_in_every_result_that_reads_it(pool: ThreadPool) -> None:
     attributes, (x, w, b, y, *_) = arrays("even")
     x[1, 3, 4, 5] = np.nan
@@ -99,11 +100,12 @@ def test_other_convolutions_stay_in_onednn(shape: tuple[int, ...], change: dict[
     samples, channels, outs, *size = shape
     window = Window.of({"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], **change}, size)
     assert not any(
-        winograd.is_faster(kind, window, (samples, channels, *size), (samples, outs, *size)) for kind in ("forward", "input")
+        winograd_plans.is_faster(kind, window, (samples, channels, *size), (samples, outs, *size))
+        for kind in ("forward", "input")
     )
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 def test_a_gradient_without_a_summand_is_zero_and_no_rounding(pool: ThreadPool) -> None:
     """Where x is 0 under a tap, rounding would leave 1e-9, of which Adam makes a whole step."""
     generator = np.random.default_rng(0)
@@ -121,7 +123,7 @@ def test_a_gradient_without_a_summand_is_zero_and_no_rounding(pool: ThreadPool) 
     assert (dw[:, :64, 1:] != 0).all()
 
 
-@pytest.mark.skipif(onednn.library() is None, reason="convolutions run in onnxruntime without oneDNN")
+@pytest.mark.skipif(binding.library() is None, reason="convolutions run in onnxruntime without oneDNN")
 @pytest.mark.parametrize(
     ("samples", "channels", "size", "padding", "kept"),
     [
@@ -143,7 +145,7 @@ def test_gradients_of_few_summands_keep_their_bits(
         torch.tensor(x).double(), (channels, channels, 3, 3), torch.tensor(dy).double(), padding=padding
     ).numpy()
     attributes = {"kernel_shape": [3, 3], "pads": [*padding, *padding]}
-    assert winograd.is_faster("weight", Window.of(attributes, x.shape[2:]), x.shape, dy.shape)
+    assert winograd_plans.is_faster("weight", Window.of(attributes, x.shape[2:]), x.shape, dy.shape)
     (dw,) = native(
         "graphc::ConvGradWeight", [x, dy, np.array(want.shape)], attributes, pool, [np.zeros(want.shape, np.float32)], (2,)
     )

@@ -1,0 +1,1 @@
+"""Convolutions and their gradients, one algorithm a module; :mod:`.convolution` chooses."""

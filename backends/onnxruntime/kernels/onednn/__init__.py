@@ -1,0 +1,1 @@
+"""oneDNN: the library, and its primitives over fixed arrays."""

@@ -1,0 +1,1 @@
+"""Products of matrices, and what consists of them: attention, systems of equations, Fourier transforms."""

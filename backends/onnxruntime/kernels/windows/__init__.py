@@ -1,0 +1,1 @@
+"""Pooling, resizing, sampling and folding: sums and maxima over windows of images."""
