@@ -38,6 +38,7 @@ from graphc.runtime.state import State
 _TRAINING, _BACKWARD, _DIRECT, _SCALE_AND_SHIFT = 64, 128, 1, 6
 _SRC, _DST, _WEIGHTS, _MEAN, _VARIANCE, _SCALE, _SHIFT, _WORKSPACE = 1, 17, 33, 49, 50, 51, 52, 64
 _DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS, _DIFF_SCALE, _DIFF_SHIFT = 129, 145, 161, 255, 256
+_ROLES = {"src": _SRC, "dst": _DST, "scale": _SCALE, "shift": _SHIFT, "diff_dst": _DIFF_DST, "diff_shift": _DIFF_SHIFT}
 _LAYOUT_OF = {_SRC: 129, _DIFF_SRC: 130, _WEIGHTS: 131, _DIFF_WEIGHTS: 132, _DST: 133, _DIFF_DST: 134, _WORKSPACE: 135}
 _RESIDUAL = 32768 | 2
 _POOLS, _GELU, _ADD = {"MaxPool": 0x1FF, "AveragePool": 0x3FF}, 49, 0x1FFF0
@@ -66,7 +67,7 @@ class Bare(Primitive):
         arguments = []
         for role in (*roles, *own):
             wanted = self._plain((own[role],)) if role in own else self.layout(description, role)
-            count = int(self._lib.size(wanted)) // 4 + 16
+            count = int(self._lib.size(wanted)) // 4
             array = self._operands.get((role, count))
             if array is None:
                 numbers = np.random.default_rng(role).standard_normal(count).astype(np.float32)
@@ -92,6 +93,10 @@ class Primitives:
 
     def _bare(self) -> Bare:
         return Bare(self._lib, self._pool, self._operands)
+
+    def operand(self, name: str, count: int) -> Any:
+        """The numbers of an operand, of which there are ``count``: ``src``, ``diff_dst``, ``scale`` and so on."""
+        return self._operands[_ROLES[name], count]
 
     def convolution(self, x: Sequence[int], w: Sequence[int]) -> tuple[list[Run], Handle]:
         """The forward pass and both gradients of a convolution that keeps the size of images, and its results' layout."""
