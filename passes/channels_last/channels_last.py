@@ -24,10 +24,10 @@ from graphc.errors import counted
 from graphc.ir.facts import input_of, required, static_dims
 from graphc.ir.ops.channels_last import last_order, spread
 from graphc.ir.ops.convolution import Window
-from graphc.passes.optimize import channels_last_rules
+from graphc.passes.channels_last import rules
+from graphc.passes.channels_last.blocks import Blocks
+from graphc.passes.channels_last.values import Arrangement
 from graphc.passes.optimize.axis_order import only_user
-from graphc.passes.optimize.channels_last_blocks import Blocks
-from graphc.passes.optimize.channels_last_values import Arrangement
 from graphc.passes.optimize.identities import filled
 from graphc.passes.optimize.simplify import dead_code_elimination
 from graphc.pipeline import Context, graph_pass
@@ -54,7 +54,7 @@ def channels_last(model: ir.Model, ctx: Context, *, channels: int = 4) -> bool:
         if node.op_type in _CONVOLUTIONS and _accepts(node):
             count += _CONVOLUTIONS[node.op_type](walk, node, channels)
         else:
-            channels_last_rules.follow(walk, node)
+            rules.follow(walk, node)
     dead_code_elimination(graph)
     ctx.note(f"channels_last: {counted(count, 'convolution')}")
     return count > 0

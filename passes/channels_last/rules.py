@@ -18,7 +18,7 @@ from graphc.ir.facts import constant, input_of, rank, static_dims
 from graphc.ir.ops.channels_last import PREFIX, last_order
 from graphc.ir.ops.convolution import Window
 from graphc.ir.ops.normalization import EPSILON, batch_normalized
-from graphc.passes.optimize.channels_last_values import ELEMENTWISE, Arrangement, Order, in_order, inverse, size
+from graphc.passes.channels_last.values import ELEMENTWISE, Arrangement, Order, in_order, inverse, size
 
 Results: TypeAlias = "Sequence[tuple[ir.Value, Order] | None] | None"
 Rule: TypeAlias = Callable[[Arrangement, ir.Node], Results]

@@ -1,6 +1,6 @@
 """Times this backend beside oneDNN's primitives: why it leaves some of them out.
 
-    python -m graphc.backends.onnxruntime.against_onednn --threads 2
+    python scripts/against_onednn.py --threads 2
 
 oneDNN's primitives work in the layouts that they choose, and no copy to or from these is counted: the times are those of a
 program whose layout pass were perfect. This backend runs the nodes as a plan does, over arrays as ONNX has them. LSTM layers

@@ -23,8 +23,8 @@ import onnx_ir as ir
 from graphc.errors import ModelError, UsageError, nearest
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, describe, describe_value, dims, input_of, is_float, rank
-from graphc.passes.optimize.attention_dropout import drawn_again, dropout_mask, dropping
-from graphc.passes.optimize.attention_masks import (
+from graphc.passes.attention.dropout import drawn_again, dropout_mask, dropping
+from graphc.passes.attention.masks import (
     HIDES,
     adds_causal,
     aligned_mask,

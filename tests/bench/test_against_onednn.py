@@ -1,18 +1,21 @@
-"""The command that times the backend beside oneDNN's primitives."""
+"""The script that times the CPU backend beside oneDNN's primitives."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 pytest.importorskip("onnxruntime")
 
-from graphc.backends.onnxruntime.against_onednn import Primitives
 from graphc.backends.onnxruntime.kernels.onednn.binding import library
 from graphc.backends.onnxruntime.pool import ThreadPool
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "against_onednn.py"
 
 pytestmark = pytest.mark.skipif(library() is None, reason="compares with oneDNN")
 
@@ -20,7 +23,7 @@ pytestmark = pytest.mark.skipif(library() is None, reason="compares with oneDNN"
 @pytest.mark.full
 def test_a_row_for_each_case_that_was_asked_for() -> None:
     asked = ["batch norm, 16", "layer norm, 1024", "AveragePool 3", "Gelu, 1024 × 256"]
-    command = [sys.executable, "-m", "graphc.backends.onnxruntime.against_onednn", "--threads", "1", "--seconds", "0.02"]
+    command = [sys.executable, str(SCRIPT), "--threads", "1", "--seconds", "0.02"]
     done = subprocess.run([*command, *asked], capture_output=True, text=True, check=True)
     head, *rows = done.stdout.splitlines()
     assert head.split() == ["forward", "and", "backward", "graphc", "ms", "oneDNN", "ms", "oneDNN", "/", "graphc"]
@@ -34,7 +37,7 @@ def test_a_row_for_each_case_that_was_asked_for() -> None:
 def test_the_primitives_that_are_timed_compute_what_the_row_says() -> None:
     lib = library()
     assert lib is not None
-    primitives = Primitives(lib, ThreadPool(1))
+    primitives = runpy.run_path(str(SCRIPT))["Primitives"](lib, ThreadPool(1))
     forward, back = primitives.norm("layer_normalization", primitives.plain(32, 64), 64, 32)
     forward()
     x, y = (primitives.operand(role, 32 * 64).reshape(32, 64) for role in ("src", "dst"))

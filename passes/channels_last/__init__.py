@@ -1,0 +1,1 @@
+"""Channels-last order between convolutions."""

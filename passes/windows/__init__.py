@@ -1,0 +1,1 @@
+"""Convolutions and pools: what runs before, within and in place of them."""
