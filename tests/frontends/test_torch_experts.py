@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -26,9 +30,55 @@ class Experts(torch.nn.Module):
         owner, order = torch.sort(expert.reshape(-1))
         counts = torch.histc(owner.float(), bins=4, min=0, max=3)
         ends = torch.cumsum(counts, 0, dtype=torch.int32)
-        h = functional.grouped_mm(x[order // 2], self.up, offs=ends).relu()
-        h = functional.grouped_mm(h, self.down.transpose(1, 2), offs=ends) * share.reshape(-1)[order][:, None]
+        h = self.product(x[order // 2], self.up, ends).relu()
+        h = self.product(h, self.down.transpose(1, 2), ends) * share.reshape(-1)[order][:, None]
         return self.head(torch.zeros_like(x).index_add(0, order // 2, h))  # type: ignore[no-any-return]
+
+    def product(self, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(x, w, offs=ends)
+
+
+class Fallback(Experts):
+    """The same by the operator of transformers for float32, which registers a gradient of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operator = fallback()
+
+    def product(self, x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return self.operator(x, w, ends)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def fallback() -> Any:
+    """``transformers::grouped_mm_fallback``, as transformers defines it."""
+
+    def spans(ends: torch.Tensor) -> list[tuple[int, int]]:
+        return list(itertools.pairwise([0, *ends.tolist()]))
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return torch.cat([input[a:b] @ weight[e] for e, (a, b) in enumerate(spans(offs))])
+
+    def shape(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return input.new_empty(input.shape[0], weight.shape[2])
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, w, ends = ctx.saved_tensors
+        parts = list(enumerate(spans(ends)))
+        return (
+            torch.cat([dy[a:b] @ w[e].T for e, (a, b) in parts]),
+            torch.stack([x[a:b].T @ dy[a:b] for _, (a, b) in parts]),
+            None,
+        )
+
+    name, schema = "transformers::grouped_mm_fallback", "(Tensor input, Tensor weight, Tensor offs) -> Tensor"
+    operator = torch.library.custom_op(name, forward, mutates_args=(), schema=schema)
+    operator.register_fake(shape)
+    operator.register_autograd(backward, setup_context=save)
+    return operator
 
 
 class Chosen(torch.nn.Module):
@@ -48,14 +98,14 @@ class Chosen(torch.nn.Module):
         return self.head(torch.einsum("sd,sdo->so", h, self.down[expert]))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", [Experts, Chosen])
+@pytest.mark.parametrize("kind", [Experts, Fallback, Chosen])
 @pytest.mark.parametrize("backend", ["onnxruntime", "numpy"])
 def test_experts_train_as_in_pytorch(backend: str, kind: type[torch.nn.Module]) -> None:
     torch.manual_seed(0)
     module, x, label = kind(), torch.randn(24, 16), torch.randint(0, 5, (24,))
     loss, rule = graphc.losses.SoftmaxCrossEntropy(), graphc.optim.SGD(lr=0.3)
     program = graphc.compile(module, example_inputs=(x[:20],), loss=loss, optimizer=rule, backend=backend)
-    assert [n.op_type for n in program.model.graph].count("GroupedMatMulGradWeight") == (2 if kind is Experts else 3)
+    assert [n.op_type for n in program.model.graph].count("GroupedMatMulGradWeight") == (3 if kind is Chosen else 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     with graphc.Trainer(program, threads=1) as trainer:
         for _ in range(6):

@@ -70,11 +70,16 @@ def translate(
 
 
 def _refuse_lost_gradients(captured: torch.export.ExportedProgram) -> None:
-    """Refuse operators with a gradient of their own: what is written of them, if anything, is what they compute."""
+    """Refuse operators with a gradient of their own: what is written of them, if anything, is what they compute.
+
+    The products of experts have a translation, whose gradient is theirs.
+    """
+    known = experts.translations()
     for part in captured.graph_module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims"):
-                name = str(node.target._schema.name)
+            target = node.target
+            if isinstance(target, torch._ops.OpOverload) and target.namespace not in ("aten", "prims") and target not in known:
+                name = str(target._schema.name)
                 found = OPDEFS.get(name)
                 if found is not None and found._backward_fn is not None:
                     raise TypeError(
