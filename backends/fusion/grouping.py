@@ -50,6 +50,14 @@ SHARE = 32
 """Elements of a value for each that is picked from it, from which those are picked while a kernel has the value."""
 
 
+PLACES = 128
+"""Places at which one element of a kernel may read what moved values consist of, at most.
+
+Where parts of a tensor are put together from parts of the one before, and so on, as by a loop that assigns to them, they double
+with each step: 64 steps, as in delta rules by chunks, would never end.
+"""
+
+
 @dataclass(slots=True)
 class Grouping:
     """The launches of a segment in order.
@@ -143,6 +151,28 @@ class _Grouper(Launches):
                         base = in_place_of(out)  # of another shape: a kernel stores it, and reads it as this value
                         self.memory.update([base] if base.producer() is not None and constant(base) is None else [])
         self._choose_straight()
+        self._choose_parted()
+
+    def _choose_parted(self) -> None:
+        """Keep what kernels would put together from too many places."""
+        moved: dict[ir.Value, frozenset[ir.Value]] = {}  # the moved values of which each one is computed, not through others
+        places: dict[ir.Value, int] = {}  # of those
+        for node in self.nodes:
+            if node in self.opaque or op_kernel(node).reduction is not None:
+                continue
+            found = [moved.get(v, frozenset()) for v in node.inputs if v is not None]
+            for out in node.outputs:
+                if out in self.memory:
+                    continue
+                if op_kernel(node).index_map is None:
+                    moved[out] = frozenset().union(*found)
+                    continue
+                places[out] = 1 + sum(max(1, sum(places[v] for v in of)) for of in found)
+                moved[out] = frozenset([out])
+                base = in_place_of(out)
+                if places[out] > PLACES and base.producer() is not None and constant(base) is None:
+                    self.memory.add(base)
+                    moved[out] = moved[base] = frozenset()
 
     def _choose_straight(self) -> None:
         """Keep what kernels would read at offsets that they have to divide."""

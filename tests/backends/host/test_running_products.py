@@ -39,6 +39,30 @@ class Rays(torch.nn.Module):
         return alpha * passed[:, :-1]
 
 
+class Delta(torch.nn.Module):
+    """The inverse of a triangular matrix, a row at a time, as in delta rules by chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Any) -> Any:
+        a = (x * self.scale).reshape(-1, 24, 24).tril(-1)
+        for i in range(1, 24):
+            row, above = a[..., i, :i].clone(), a[..., :i, :i].clone()
+            a[..., i, :i] = row + (row[..., None] * above).sum(-2)
+        return a
+
+
+def test_what_is_assigned_row_after_row_is_put_together_in_steps() -> None:
+    """Without a bound, the places that a kernel reads double with each row: the first step never came."""
+    torch.manual_seed(0)
+    module, x, goal = Delta(), torch.randn(4, 576) * 0.3, torch.rand(4, 24, 24)
+    program = graphc.compile(module, example_inputs=(x,), loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
+    trained = follow(program, module, x, goal, rate=0.1, steps=3)
+    assert abs(float(trained["scale"]) - module.scale.item()) < 1e-6
+
+
 @pytest.mark.parametrize("kind", [Sums, Rays])
 def test_a_running_chain_trains_as_in_pytorch(
     kind: type[torch.nn.Module], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
