@@ -47,6 +47,12 @@ def _with_a_copied_row(x: Any) -> Any:
     return changed
 
 
+def _with_rows(x: Any, mask: Any, change: Callable[[Any], Any]) -> Any:
+    changed = x.clone()
+    changed[mask] = change(x[mask])
+    return changed
+
+
 def _with_columns(x: Any, mask: Any, number: float) -> Any:
     changed = x.clone()
     changed[:, mask] = number
@@ -73,6 +79,11 @@ OF_MATRICES: dict[str, Callable[[Any], Any]] = {
     "median of all": lambda x: x.median(),
     "one number put where a mask says": lambda x: x.index_put((x > 0.3,), torch.tensor(0.5)) * x,
     "a row copied into columns": lambda x: _with_a_copied_row(x) * x,
+    "rows put where a mask says": lambda x: _with_rows(x, x[:, 0] > 0, torch.sin) * x,
+    "the same row put where a mask says": lambda x: _with_rows(x, x[:, 0] > 0, lambda _: x[0].cos()) * x,
+    "elements put where a mask says": lambda x: _with_rows(x, x > 0, lambda rows: rows.exp()) * x,
+    "blocks put where a mask says": lambda x: _with_rows(x.reshape(-1, 2, 3), x[:, ::3] > 0, torch.sin),
+    "rows added where a mask says": lambda x: x.index_put((x[:, 1] > 0,), x[x[:, 1] > 0].sin(), accumulate=True) * x,
     "one number put in columns": lambda x: _with_columns(x, x[0] > 0, 0.7) * x,
     "stable sort": lambda x: x.sort(dim=1, stable=True)[0] * x,
     "places of a stable sort": lambda x: x * x.round().argsort(dim=0, descending=True, stable=True),

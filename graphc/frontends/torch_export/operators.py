@@ -117,6 +117,8 @@ def _index_put(x: Any, indices: Sequence[Any], values: Any, accumulate: bool = F
     shaped = all(v.shape is not None for v in (x, values, *(indices[k] for k in chosen)))
     if len(chosen) == 1 and indices[chosen[0]].dtype == BOOL and shaped and all(size == 1 for size in values.shape):
         return _put_where(x, indices[chosen[0]], chosen[0], values, accumulate)
+    if chosen == [0] and indices[0].dtype == BOOL and x.shape is not None and indices[0].shape is not None:
+        return _put_rows(x, indices[0], values, accumulate)
     return core.aten_index_put(x, [_widened(index) for index in indices], values, accumulate)
 
 
@@ -127,6 +129,15 @@ def _put_where(x: Any, mask: Any, axis: int, value: Any, accumulate: bool) -> An
         mask = op.Unsqueeze(mask, [len(mask.shape) + k for k in range(trailing)])
     value = op.CastLike(op.Reshape(value, [1]), x)
     return op.Where(mask, op.Add(x, value) if accumulate else value, x)
+
+
+def _put_rows(x: Any, mask: Any, values: Any, accumulate: bool) -> Any:
+    """``x[mask] = values``, a value for each place: of a row's places, the exporter's form lists every element."""
+    op, rank = opset(), len(mask.shape)
+    places = op.Transpose(op.NonZero(mask), perm=[1, 0])
+    row = op.Slice(op.Shape(x), [rank], [len(x.shape)], [0])
+    chosen = op.Expand(op.CastLike(values, x), op.Concat(op.Slice(op.Shape(places), [0], [1], [0]), row, axis=0))
+    return op.ScatterND(x, places, chosen, reduction="add" if accumulate else "none")
 
 
 def _widened(index: Any) -> Any:
