@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from graphc.distributed.communicator import Communicator
-from graphc.distributed.world import available_cores, usable_cores
+from graphc.distributed.world import cpu_quota, usable_cores
 
 Place = tuple[str, Sequence[int]]
 """The machine of a worker, and the cores that it may use, in order."""
@@ -25,9 +25,8 @@ def cores_of(comm: Communicator) -> tuple[int, ...]:
     mine = usable_cores()
     places = comm.allgather_object((_machine(), mine)) if comm.size > 1 else [(_machine(), mine)]
     beside = sum(machine == places[comm.rank][0] for machine, _ in places)
-    allowed = available_cores()
-    share = share_of_cores(places, comm.rank)
-    return share if allowed == len(mine) else share[: max(1, allowed // beside)]
+    share, quota = share_of_cores(places, comm.rank), cpu_quota()
+    return share if quota is None else share[: max(1, quota // beside)]
 
 
 def share_of_cores(places: Sequence[Place], rank: int) -> tuple[int, ...]:

@@ -135,12 +135,17 @@ def usable_cores() -> tuple[int, ...]:
 
 def available_cores() -> int:
     """How many cores this process may use at a time: a container's CPU quota may allow fewer than :func:`usable_cores`."""
-    cores = len(usable_cores())
+    cores, quota = len(usable_cores()), cpu_quota()
+    return cores if quota is None else min(cores, quota)
+
+
+def cpu_quota() -> int | None:
+    """How many cores all processes of this container may use at a time, at least 1; None: as many as there are."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+        return None if quota == "max" else max(1, int(quota) // int(period))
     except (OSError, ValueError):
-        return cores
+        return None
 
 
 _VARIABLES = (

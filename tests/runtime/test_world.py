@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from graphc.distributed.cores import Place, share_of_cores
+from graphc.distributed.cores import Place, cores_of, share_of_cores
+from graphc.distributed.host_queue import NullCommunicator
+from graphc.distributed.threads import run_threads
 from graphc.distributed.world import World, available_cores, device_index, find_world, threads_for
 from graphc.errors import UsageError
 from graphc.mesh import Mesh
@@ -101,6 +103,19 @@ FOUR, TWO = (0, 1, 2, 3), (4, 5)
 )
 def test_workers_of_a_machine_share_the_cores_that_they_may_use(places: list[Place], shares: list[tuple[int, ...]]) -> None:
     assert [share_of_cores(places, rank) for rank in range(len(places))] == shares
+
+
+@pytest.mark.parametrize(
+    ("quota", "alone", "two"),
+    [(None, FOUR, [(0, 1), (2, 3)]), (3, (0, 1, 2), [(0,), (2,)]), (2, (0, 1), [(0,), (2,)]), (1, (0,), [(0,), (2,)])],
+)
+def test_workers_of_a_container_share_its_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: int | None, alone: tuple[int, ...], two: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr("graphc.distributed.cores.usable_cores", lambda: FOUR)
+    monkeypatch.setattr("graphc.distributed.cores.cpu_quota", lambda: quota)
+    assert cores_of(NullCommunicator()) == alone
+    assert run_threads(2, cores_of) == two
 
 
 def test_workers_take_their_devices_in_turn() -> None:
