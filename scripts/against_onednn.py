@@ -22,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphc.backend import Backend, Pool, make_backend
+from graphc.backends.onnxruntime.kernels.common.scratch import on_lines
 from graphc.backends.onnxruntime.kernels.onednn.binding import Handle, OneDNN, library
 from graphc.backends.onnxruntime.kernels.onednn.primitives import MatmulPrimitive, Primitive
 from graphc.backends.onnxruntime.pool import ThreadPool
@@ -67,11 +68,12 @@ class Bare(Primitive):
         arguments = []
         for role in (*roles, *own):
             wanted = self._plain((own[role],)) if role in own else self.layout(description, role)
-            count = int(self._lib.size(wanted)) // 4
+            count = -(-int(self._lib.size(wanted)) // 4)
             array = self._operands.get((role, count))
             if array is None:
-                numbers = np.random.default_rng(role).standard_normal(count).astype(np.float32)
-                array = self._operands[role, count] = np.abs(numbers) if role == _VARIANCE else numbers
+                numbers = np.random.default_rng(role).standard_normal(count)
+                array = self._operands[role, count] = _aligned(count)
+                array[:] = np.abs(numbers) if role == _VARIANCE else numbers
             arguments.append((role, self._memory(wanted, array.ctypes.data)))
         self._call(description, arguments)
         self._scratch.reserve(self._used)
@@ -157,7 +159,9 @@ class Primitives:
     def product(self, rows: int, depth: int, columns: int, *, residual: bool) -> list[Run]:
         """A product with its bias, and what follows in the same primitive: a residual, or Gelu."""
         shapes = ((rows, depth), (depth, columns), (rows, columns), (rows, columns), (columns,))
-        a, b, c, other, bias = (np.ones(shape, dtype=np.float32) for shape in shapes)
+        a, b, c, other, bias = (_aligned(*shape) for shape in shapes)
+        for operand in (a, b, other, bias):
+            operand[:] = 1
         return [Followed(self._lib, a, b, c, bias, other if residual else None, self._pool).runner()]
 
 
@@ -166,7 +170,7 @@ class Followed(MatmulPrimitive):
 
     def __init__(self, lib: OneDNN, a: Any, b: Any, c: Any, bias: Any, residual: Any, pool: Pool) -> None:
         self._residual = residual
-        super().__init__(lib, a, b, c, bias, shift=bias, pool=pool)
+        super().__init__(lib, a, b, c, bias, shift=bias, pool=pool)  # a shift asks for attributes, which are those below
 
     def _scaled(self, scale: Any, shift: Any, vector: Sequence[int]) -> tuple[Handle, list[tuple[int, Handle]]]:
         lib, attributes, steps = self._lib, self._create("dnnl_primitive_attr_create"), self._create("dnnl_post_ops_create")
@@ -326,6 +330,12 @@ def cases() -> Iterator[tuple[str, Callable[[Primitives], Sides]]]:
         for rows, depth, columns in ((1024, 256, 1024), (1024, 768, 3072), (8192, 512, 512)):
             name = f"product with bias and {what}, {rows} × {depth} × {columns}"
             yield name, partial(_product, rows=rows, depth=depth, columns=columns, residual=residual)
+
+
+def _aligned(*shape: int) -> Any:
+    """Zeros that begin where a line of the cache does, as a plan's memory does."""
+    size = math.prod(shape)
+    return on_lines((size,))[:size].reshape(shape)
 
 
 def _by(shape: Sequence[int]) -> str:
