@@ -51,10 +51,10 @@ SHARE = 32
 
 
 PLACES = 128
-"""Places at which one element of a kernel may read what moved values consist of, at most.
+"""Most places that a kernel reads for one element of a value that Concat, Pad, Slice and their like put together.
 
-Where parts of a tensor are put together from parts of the one before, and so on, as by a loop that assigns to them, they double
-with each step: 64 steps, as in delta rules by chunks, would never end.
+A loop that assigns to parts of a tensor and reads it puts each version together from parts of the one before, which it
+reads at two places or more. A kernel for the last of 64 versions, as in delta rules by chunks, would read 2⁶⁴. So versions between go to memory.
 """
 
 
@@ -154,9 +154,9 @@ class _Grouper(Launches):
         self._choose_parted()
 
     def _choose_parted(self) -> None:
-        """Keep what kernels would put together from too many places."""
-        moved: dict[ir.Value, frozenset[ir.Value]] = {}  # the moved values of which each one is computed, not through others
-        places: dict[ir.Value, int] = {}  # of those
+        """Keep values that kernels would put together from more than :data:`PLACES` places."""
+        moved: dict[ir.Value, frozenset[ir.Value]] = {}  # value → the results of Concat and its like that it is computed from
+        places: dict[ir.Value, int] = {}  # such a result → the places that a kernel reads for an element
         for node in self.nodes:
             if node in self.opaque or op_kernel(node).reduction is not None:
                 continue
