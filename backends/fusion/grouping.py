@@ -53,8 +53,9 @@ SHARE = 32
 PLACES = 128
 """Most places that a kernel reads for one element of a value that Concat, Pad, Slice and their like put together.
 
-A loop that assigns to parts of a tensor and reads it puts each version together from parts of the one before, which it
-reads at two places or more. A kernel for the last of 64 versions, as in delta rules by chunks, would read 2⁶⁴. So versions between go to memory.
+A loop that assigns to parts of a tensor and reads it puts each version together from parts of the one before, which it reads
+at two places or more. A kernel for the last of 64 versions, as in delta rules by chunks, would read 2⁶⁴. So versions between
+go to memory.
 """
 
 
