@@ -166,6 +166,6 @@ def _rows_of_result(node: ir.Node) -> Iterator[tuple[int, int]]:
 
 _OWN: Mapping[str, tuple[int, Rule]] = {
     "GatherGrad": (1, _rows_of_result),
-    "RecurrentTraining": (3, _lengths(lambda node: 0)),
+    "RecurrentTraining": (4, _lengths(lambda node: 0)),
 }
 """The same for ``graphc`` ops that take the place of such an op."""

@@ -27,17 +27,18 @@ def recurrent(op: Builder, node: ir.Node, *dys: ir.Value | None, needs: set[ir.V
 
 @gradient("graphc::RecurrentTraining", selective=True)
 def recurrent_training(op: Builder, node: ir.Node, *dys: ir.Value | None, needs: set[ir.Value]) -> Any:
-    """(hₜ, cₜ) = cell(aₜ, hₜ₋₁, cₜ₋₁);  ∂a, ∂R, ∂h₀, ∂c₀ by RecurrentTrainingGrad
+    """(hₜ, cₜ) = cell(aₜ, hₜ₋₁, cₜ₋₁);  ∂a, ∂R, ∂b, ∂h₀, ∂c₀ by RecurrentTrainingGrad
 
     What it keeps has an adjoint in gradients of gradients only, which go through the decomposition.
     """
     dy, dy_h, dgates, dcells, dy_c = (*dys, None, None)[:5]
     if dgates is not None or dcells is not None:
         return tuple(through(op, node, dys, needs, lambda: decompose_node(op, node)))
-    _, r, _, lengths, h, c = (*node.inputs, *[None] * 4)[:6]
+    _, r, _, _, lengths, h, c = (*node.inputs, *[None] * 5)[:7]
     y, _, gates, cells, _ = (*node.outputs, None, None)[:5]
     attributes = OPS[node.op_type].attribute_values(node)
     operands = (y, gates, r, cells, lengths, h, c, dy, dy_h, dy_c)
     made = op.emit(f"{node.op_type}Grad", operands, attributes, domain=node.domain, outputs=GRADIENTS[attributes["cell"]])
-    dprojected, dr, dh, dextra = (*made, None)[:4]
-    return (dprojected, dr, None, None, dh, dextra) if attributes["cell"] == LSTM else (dprojected, dr, dextra, None, dh)
+    dprojected, dr, dh, dbias, dextra = (*made, None)[:5]
+    dhidden, dc = (None, dextra) if attributes["cell"] == LSTM else (dextra, None)
+    return dprojected, dr, dbias, dhidden, None, dh, dc

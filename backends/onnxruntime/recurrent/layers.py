@@ -43,6 +43,8 @@ _CELLS = {
 }
 _FEWEST = 4
 """Rows of the batch that a thread of its own is worth."""
+_LOWEST, _MOST_GROUPS = 2, 64
+"""Rows of a group, which one thread runs, and groups of a batch; there is a sum of bias gradients for each."""
 
 
 def _is_native(node: ir.Node) -> bool:
@@ -59,8 +61,10 @@ class _Layer:
         self.count, self.wide, self.hidden = r.shape
         direction = k.attributes["direction"]
         self.backward = np.array([direction == "reverse", True][: self.count])
-        self.parts = max(1, min(-(-k.pool.threads // self.count), batch // _FEWEST))
-        self.rows = -(-batch // self.parts)
+        self.height = max(_LOWEST, -(-batch // _MOST_GROUPS))
+        self.groups = -(-batch // self.height)
+        self.parts = max(1, min(-(-k.pool.threads // self.count), batch // _FEWEST, self.groups))
+        self.rows = min(batch, -(-self.groups // self.parts) * self.height)
         # a GRU that resets before the product has two products a step, of its first two gates and of the third
         cut = 2 * self.hidden if self.cell == loops.GRU else self.wide
         self.weights = [r[:, :cut], r[:, cut:]] if self.cell == loops.GRU else [r]
@@ -107,7 +111,7 @@ _NO_LENGTHS = np.zeros(0, dtype=np.int32)
 def recurrent_training(k: Binding) -> Run:
     """(hₜ, cₜ) = cell(projectedₜ + hₜ₋₁·Rᵀ, cₜ₋₁)"""
     (projected, r), (y,) = given(k.inputs, 2), given(k.outputs, 1)
-    bias, lengths, h, c = (optional(k.inputs, i) for i in range(2, 6))
+    bias, hidden_bias, lengths, h, c = (optional(k.inputs, i) for i in range(2, 7))
     count, wide, hidden = r.shape
     time, batch, _ = projected.shape
     layer = _Layer(k, r, batch, transposed=True)
@@ -128,10 +132,13 @@ def recurrent_training(k: Binding) -> Run:
         layer.pytorch,
         layer.backward,
         layer.parts,
+        layer.height,
+        int(h is None),
         projected.reshape(time, batch, count, wide),
         _NO_LENGTHS if lengths is None else lengths,
         *layer.panels,
-        np.zeros((count, hidden), dtype=np.float32) if bias is None else bias,
+        np.zeros((count, wide), dtype=np.float32) if bias is None else bias,
+        np.zeros((count, hidden), dtype=np.float32) if hidden_bias is None else hidden_bias,
         layer.work,
         layer.split,
         gates,
@@ -159,15 +166,19 @@ def _running(layer: _Layer, loop: Any, arguments: tuple[Any, ...], begin: list[t
 
 @kernel("onnxruntime", "graphc::RecurrentTrainingGrad", when=_is_native, inplace={0: 1})
 def recurrent_training_grad(k: Binding) -> Run:
-    """∂aₜ from ∂hₜ, ∂hₜ₋₁ = ∂aₜ·R;  then ∂R = Σ ∂aₜᵀ·hₜ₋₁"""
-    (y, gates, r), (dprojected, dr, dh) = given(k.inputs, 3), given(k.outputs, 3)
+    """∂aₜ from ∂hₜ, ∂hₜ₋₁ = ∂aₜ·R;  then ∂R = Σ ∂aₜᵀ·hₜ₋₁, ∂b = Σ ∂aₜ"""
+    (y, gates, r), (dprojected, dr) = given(k.inputs, 3), given(k.outputs, 2)
     kept, lengths, h, c, dy, dy_h, dy_c = (optional(k.inputs, i) for i in range(3, 10))
     time, count, batch, hidden = y.shape
     wide = r.shape[1]
     layer, shape = _Layer(k, r, batch, transposed=False), (time, batch, count, wide)
     in_place = count == 1 and h is None and time > 1  # a step starts from the result of the one before, the first from zeros
     earlier = np.empty((count, 0 if in_place else time, batch, hidden), dtype=np.float32)
-    extra = optional(k.outputs, 3)
+    dh, of_bias, extra = (optional(k.outputs, i) for i in range(2, 5))
+    ends = dh is not None
+    dh = np.empty((count, batch, hidden), dtype=np.float32) if dh is None else dh
+    resets_product = layer.cell == loops.GRU_RESET_AFTER
+    sums = np.empty((count, layer.groups, wide + hidden if resets_product else wide), dtype=np.float32)
     dc = dh if layer.cell != loops.LSTM else np.empty_like(dh) if extra is None else extra
     da = dprojected.reshape(shape)
     dproduct = np.empty(shape, dtype=np.float32) if layer.cell == loops.GRU_RESET_AFTER else da
@@ -176,6 +187,8 @@ def recurrent_training_grad(k: Binding) -> Run:
         layer.pytorch,
         layer.backward,
         layer.parts,
+        layer.height,
+        int(ends),
         y,
         gates.reshape(shape),
         _NOTHING if kept is None else kept.reshape(time, batch, count, hidden),
@@ -191,6 +204,7 @@ def recurrent_training_grad(k: Binding) -> Run:
         da,
         dproduct,
         earlier,
+        sums,
         dh,
         dc,
     )
@@ -207,13 +221,14 @@ def recurrent_training_grad(k: Binding) -> Run:
             pieces[0] = (pieces[0][0], slice(2 * hidden), states)
             pieces.append((slopes, slice(2 * hidden, None), kept.reshape(-1, count, hidden)[:, d]))
         products += [product_of(k.pool, steps[:, d, rows].T, b, dr[d, rows]) for steps, rows, b in pieces]
-    of_bias = extra if layer.cell == loops.GRU_RESET_AFTER else None
+    biases = [] if of_bias is None else [(of_bias, sums[:, :, :wide])]
+    biases += [(extra, sums[:, :, wide:])] if resets_product and extra is not None else []
 
     def run() -> None:
         loop()
         for multiply in products:
             multiply()
-        if of_bias is not None:
-            np.add.reduce(slopes[:, :, 2 * hidden :], axis=0, out=of_bias)
+        for result, parts in biases:
+            np.add.reduce(parts, axis=1, out=result)
 
     return run

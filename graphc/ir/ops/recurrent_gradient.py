@@ -1,6 +1,6 @@
 """The gradient of RecurrentTraining: one loop back through time, then the products with the earlier states.
 
-dprojected, dr, dh, dextra? = graphc.RecurrentTrainingGrad(y, gates, r, cells?, lengths?, h?, c?, dy?, dy_h?, dy_c?; …)
+dprojected, dr, dh, dbias, dextra? = graphc.RecurrentTrainingGrad(y, gates, r, cells?, lengths?, h?, c?, dy?, dy_h?, dy_c?; …)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from graphc.ir.ops.recurrent_training import (
 )
 from graphc.ir.subgraphs import finish_body
 
-GRADIENTS = {LSTM: 4, GRU: 3, GRU_RESET_AFTER: 4, TANH: 3, RELU: 3}
+GRADIENTS = {LSTM: 5, GRU: 4, GRU_RESET_AFTER: 5, TANH: 4, RELU: 4}
 """Number of outputs of the gradient of a cell."""
 
 
@@ -44,17 +44,19 @@ def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> 
     check_cell(attributes)
     y, gates, r = inputs[:3]
     assert y is not None
+    assert r is not None
     dtype, _ = spec_of(y)
     _, count, batch, hidden = dims(y) or (None,) * 4
     state: Spec = dtype, ir.Shape([count, batch, hidden])
     extra = state if attributes["cell"] == LSTM else (dtype, ir.Shape([count, hidden]))
-    return [spec_of(gates), spec_of(r), state, extra][: GRADIENTS[attributes["cell"]]]
+    bias: Spec = dtype, ir.Shape((dims(r) or (count, None, hidden))[:2])
+    return [spec_of(gates), spec_of(r), state, bias, extra][: GRADIENTS[attributes["cell"]]]
 
 
 @declare(
     "RecurrentTrainingGrad",
     inputs="y gates r cells? lengths? h? c? dy? dy_h? dy_c?",
-    outputs="dprojected dr dh dextra?",
+    outputs="dprojected dr dh dbias dextra?",
     infer=_infer,
     attributes={"cell": REQUIRED, "direction": "forward", "order": ONNX},
 )
@@ -75,7 +77,7 @@ def recurrent_training_grad(
     direction: str,
     order: str,
 ) -> tuple[ir.Value, ...]:
-    """Gradient of RecurrentTraining: of ``projected``, ``r`` and ``h``, and as ``dextra`` that of ``c`` (of an LSTM) or of
+    """Gradient of RecurrentTraining: of ``projected``, ``r``, ``h`` and ``bias``; as ``dextra`` that of ``c`` (LSTM) or of
     ``hidden_bias`` (of a GRU that resets the product).
 
     For t from the last step to the first, with a the gates before their activation: ∂a by the cell's formula from ∂hₜ,
@@ -112,7 +114,8 @@ def recurrent_training_grad(
             pieces = [(of_gates, earlier), (of_new, parts[1][k]) if cell == GRU else (last, earlier)]
         dr = [op.MatMul(op.Transpose(_rows(op, a), perm=[1, 0]), _rows(op, b)) for a, b in pieces]
         extra = made[1] if cell == LSTM else op.ReduceSum(last, [0, 1], keepdims=0) if cell == GRU_RESET_AFTER else None
-        found.append((slopes, op.Concat(*dr, axis=0) if len(dr) > 1 else dr[0], made[0], extra))
+        of_bias = op.ReduceSum(slopes, [0, 1], keepdims=0)
+        found.append((slopes, op.Concat(*dr, axis=0) if len(dr) > 1 else dr[0], made[0], of_bias, extra))
     columns = list(zip(*found, strict=True))
     return (joined(op, columns[0]), *(stack(op, v, 0) for v in columns[1 : GRADIENTS[cell]]))
 

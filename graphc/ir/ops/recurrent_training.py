@@ -1,10 +1,11 @@
 """A recurrent layer that keeps its gates for its gradient.
 
-    y, y_h, gates, cells?, y_c? = graphc.RecurrentTraining(projected, r, hidden_bias?, lengths?, h?, c?; cell, direction, order)
-    dprojected, dr, dh, dextra? = graphc.RecurrentTrainingGrad(y, gates, r, cells?, lengths?, h?, c?, dy?, dy_h?, dy_c?; …)
+    y, y_h, gates, cells?, y_c? = graphc.RecurrentTraining(projected, r, bias?, hidden_bias?, lengths?, h?, c?; cell, …)
+    dprojected, dr, dh, dbias, dextra? = graphc.RecurrentTrainingGrad(y, gates, r, cells?, lengths?, h?, c?, dy?, dy_h?, dy_c?)
 
-``projected`` is x·Wᵀ + b for all steps and directions, so that the products with W are ordinary matrix products
-(:func:`training_form`). Other loops, with clipping, peepholes or rare activations, train through a Scan
+``projected`` is x·Wᵀ for all steps and directions, so that the products with W are ordinary matrix products
+(:func:`training_form`). The bias is added here, since the loop back through time adds up its gradient: a sum over the gradient
+of ``projected`` would read that once more. Other loops, with clipping, peepholes or rare activations, train through a Scan
 (:mod:`graphc.ir.ops.recurrent`).
 """
 
@@ -71,11 +72,10 @@ def training_form(op: Builder, node: ir.Node) -> tuple[ir.Value, ...] | None:
     w, r, b, order = _as_kept(op, cell, w, r, b)
     h, c = (None if v is None or is_zero(v) else v for v in states)  # PyTorch's exporters always write zeros
     bias, hidden_bias = _biases(op, b, cell, hidden)
-    product = [op.Reshape(x, [-1, width]), op.Reshape(w, [count * rows, width])]
-    product += [op.Reshape(bias, [count * rows])] if bias is not None else []
-    projected = op.Reshape(op.Gemm(*product, transB=1), op.lengths((x, 0), (x, 1), count * rows))
+    product = op.Gemm(op.Reshape(x, [-1, width]), op.Reshape(w, [count * rows, width]), transB=1)
+    projected = op.Reshape(product, op.lengths((x, 0), (x, 1), count * rows))
     attributes = {"cell": cell, "direction": node.attributes.get_string("direction", "forward"), "order": order}
-    operands = [projected, r, hidden_bias, lengths, h, c if cell == LSTM else None]
+    operands = [projected, r, bias, hidden_bias, lengths, h, c if cell == LSTM else None]
     made = op.emit("RecurrentTraining", operands, attributes, domain="graphc", outputs=OUTPUTS[cell])
     return (made[0], made[1], made[4]) if cell == LSTM else (made[0], made[1])
 
@@ -132,7 +132,7 @@ def _infer(inputs: Sequence[ir.Value | None], attributes: Mapping[str, Any]) -> 
 
 @declare(
     "RecurrentTraining",
-    inputs="projected r hidden_bias? lengths? h? c?",
+    inputs="projected r bias? hidden_bias? lengths? h? c?",
     outputs="y y_h gates cells? y_c?",
     infer=_infer,
     attributes={"cell": REQUIRED, "direction": "forward", "order": ONNX},
@@ -141,6 +141,7 @@ def recurrent_training(
     op: Builder,
     projected: ir.Value,
     r: ir.Value,
+    bias: ir.Value | None = None,
     hidden_bias: ir.Value | None = None,
     lengths: ir.Value | None = None,
     h: ir.Value | None = None,
@@ -154,7 +155,8 @@ def recurrent_training(
 
     ``projected``: time × batch × directions·gates·hidden, gates in ONNX's order (LSTM i, o, f, new; GRU z, r, new)
     or, with ``order="pytorch"``, in PyTorch's (LSTM i, f, new, o; GRU r, z, new).
-    ``r``: directions × gates·hidden × hidden. ``hidden_bias``: directions × hidden, of a GRU that resets the product.
+    ``r``: directions × gates·hidden × hidden. ``bias``: directions × gates·hidden, added to ``projected``. ``hidden_bias``:
+    directions × hidden, of a GRU that resets the product.
     ``lengths``: batch, int32; ``h`` and ``c``: directions × batch × hidden, zero by default.
     ``y``: time × directions × batch × hidden; ``y_h`` and, of an LSTM, ``y_c``: the final states.
     ``gates``: the gates after their activation, shaped as ``projected``. ``cells``: time × batch × directions·hidden: an
@@ -162,6 +164,8 @@ def recurrent_training(
     ``gates`` and ``cells`` are zero.
     """
     count, _, hidden = static_dims(r) or (1, 0, 0)
+    if bias is not None:
+        projected = op.Add(projected, op.Reshape(bias, [-1]))
     steps = split(op, projected, count)
     mask = step_mask(op, projected, lengths)
     weights, biases = (by_direction(op, v, count) for v in (r, hidden_bias))

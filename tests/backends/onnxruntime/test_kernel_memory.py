@@ -65,6 +65,7 @@ STEP = one(3, np.int64)
 """The number of finished steps, which only a trainer writes; it keeps its value."""
 
 
+LENGTHS = np.array([3, 1], np.int32)
 CELLS = {"lstm": 4, "gru": 3, "gru_reset_after": 3, "tanh": 1, "relu": 1}
 """The cells of recurrent layers and the number of their gates."""
 
@@ -349,11 +350,11 @@ CASES: Mapping[str, Sequence[Case]] = {
         c(f(3, 5, 7), f(3, 5, 7), f(5), f(5), f(5), one(9.0, np.float64), *np.ones((2, 5)), one(1.0))
     ],
     "graphc::RecurrentTraining": [
-        c(f(3, 2, 2 * gates * 5), f(2, gates * 5, 5), None, np.array([3, 1], np.int32), cell=cell, direction="bidirectional")
+        c(f(3, 2, 2 * gates * 5), f(2, gates * 5, 5), None, None, LENGTHS, cell=cell, direction="bidirectional")
         for cell, gates in CELLS.items()
     ],
     "graphc::RecurrentTrainingGrad": [
-        c(*steps(gates), None if gates == 1 else f(3, 2, 10), np.array([3, 1], np.int32), cell=cell, direction="bidirectional")
+        c(*steps(gates), None if gates == 1 else f(3, 2, 10), LENGTHS, cell=cell, direction="bidirectional")
         for cell, gates in CELLS.items()
     ],
     "graphc::SumOfSquares": [c(f(3, 5), f(7))],

@@ -38,6 +38,7 @@ def operands(cell: str, direction: str, sizes: tuple[int, int, int], *, ragged: 
     return [
         normal(time, batch, count * wide),
         normal(count, wide, hidden) / np.float32(np.sqrt(hidden)),
+        normal(count, wide) if states else None,
         normal(count, hidden) if cell == GRU_RESET_AFTER and states else None,
         rng.integers(0, time + 1, batch).astype(np.int32) if ragged else None,
         normal(count, batch, hidden) if states else None,
@@ -81,12 +82,12 @@ def check_layer(
     compare("graphc::RecurrentTraining", inputs, attributes, pool)
     made = reference("graphc::RecurrentTraining", inputs, attributes)
     y, y_h, gates, cells, y_c = [*made, None, None][:5]
-    _, r, bias, lengths, h, c = [*inputs, *[None] * 4][:6]
+    _, r, _, hidden_bias, lengths, h, c = [*inputs, *[None] * 5][:7]
     rng = np.random.default_rng(4)
     slopes = [rng.standard_normal(v.shape).astype(np.float32) if v is not None else None for v in (y, y_h, y_c)]
     if not states:
         slopes[1:] = [None, None]  # only the outputs of all steps are used
-    if ragged and bias is None and cell != LSTM:
+    if ragged and hidden_bias is None and cell != LSTM:
         slopes[0] = None  # only the final state is used
     operand = [y, gates, r, cells, lengths, h, c, *slopes]
     while operand[-1] is None:
