@@ -1,4 +1,4 @@
-"""Maxima and sums of pooling windows for compiled kernels: those of rows first, then of neighbours in the row that is left."""
+"""Maxima of pooling windows for compiled kernels: those of rows first, then of neighbours in the row that is left."""
 
 from __future__ import annotations
 
@@ -72,21 +72,3 @@ def sums_at_taps(rows: int, taps: int, stride: int) -> Any:
     with one.
     """
     return Deferred(_INTRINSICS, "sums_at_taps", rows, taps, stride)
-
-
-def sum_of_rows() -> Any:
-    """A function ``f(x, offsets, weights, count, width, y)`` for compiled code: y = Σ weight · row, of ``count`` rows of
-    ``width`` floats.
-
-    ``offsets`` is the address of the rows' places behind x in bytes, ``weights`` that of a float for each.
-    """
-    return Deferred(_INTRINSICS, "sum_of_rows")
-
-
-def sums_of_windows(taps: int, stride: int, dilation: int, *, weighted: bool) -> Any:
-    """A function ``f(x, weights, y, count)`` for compiled code: y[q] = Σ x[q·stride + tap·dilation], times weights[q] if
-    ``weighted``.
-
-    Reads whole vectors of x.
-    """
-    return Deferred(_INTRINSICS, "sums_of_windows", taps, stride, dilation, weighted)

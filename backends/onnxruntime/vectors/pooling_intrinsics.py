@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 from graphc.backends.onnxruntime.vectors.functions import F32, I32, I64, LANES, POINTER, call
 from graphc.backends.onnxruntime.vectors.intrinsics import in_all_lanes, within
 
-_KIND = ll.VectorType(F32, LANES)
-_LOWEST = ll.Constant(_KIND, [ll.Constant(F32, float("-inf"))] * LANES)
+KIND = ll.VectorType(F32, LANES)
+_LOWEST = ll.Constant(KIND, [ll.Constant(F32, float("-inf"))] * LANES)
 
 
 def masked(builder: ll.IRBuilder, name: str, result: Any, operands: list[Any]) -> Any:
@@ -29,7 +29,7 @@ def masked(builder: ll.IRBuilder, name: str, result: Any, operands: list[Any]) -
 def _larger(builder: ll.IRBuilder, a: Any, b: Any, *, exact: bool) -> Any:
     """The larger of each two; NaN if one is where ``exact``."""
     if exact:
-        return call(builder, "maximum", _KIND, a, b)
+        return call(builder, "maximum", KIND, a, b)
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -41,7 +41,7 @@ def highest_of_rows(rows: int, exact: bool) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             given = zip(arguments, signature.args, strict=True)
             x, offsets, width, y = (context.cast(builder, v, t, types.int64) for v, t in given)
-            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+            zero = ll.Constant(KIND, [ll.Constant(F32, 0.0)] * LANES)
             seen = cgutils.alloca_once_value(builder, zero)
             places = [builder.inttoptr(builder.add(offsets, I64(8 * r)), POINTER) for r in range(rows)]
             starts = [builder.add(x, builder.load(place, typ=I64)) for place in places]
@@ -51,12 +51,12 @@ def highest_of_rows(rows: int, exact: bool) -> Any:
                 for start in starts:
                     place = builder.inttoptr(builder.add(start, offset), POINTER)
                     if mask is None:
-                        found = builder.load(place, typ=_KIND, align=4)
+                        found = builder.load(place, typ=KIND, align=4)
                     else:
-                        found = masked(builder, "load", _KIND, [place, I32(4), mask, zero])
+                        found = masked(builder, "load", KIND, [place, I32(4), mask, zero])
                     best = found if best is None else _larger(builder, best, found, exact=exact)
                     if not exact:  # 0 · ∞ is NaN
-                        builder.store(call(builder, "fma", _KIND, found, zero, builder.load(seen, typ=_KIND)), seen)
+                        builder.store(call(builder, "fma", KIND, found, zero, builder.load(seen, typ=KIND)), seen)
                 if mask is not None:
                     best = builder.select(mask, best, _LOWEST)
                 builder.store(best, builder.inttoptr(builder.add(y, offset), POINTER), align=4)
@@ -66,7 +66,7 @@ def highest_of_rows(rows: int, exact: bool) -> Any:
                 block(at, None)
             with builder.if_then(builder.icmp_signed("<", whole, width)):
                 block(whole, within(builder, whole, width))
-            found, lanes = builder.load(seen, typ=_KIND), ll.IntType(LANES)
+            found, lanes = builder.load(seen, typ=KIND), ll.IntType(LANES)
             return builder.icmp_unsigned("!=", builder.bitcast(builder.fcmp_unordered("uno", found, found), lanes), lanes(0))
 
         return types.boolean(x, offsets, width, y), emit
@@ -83,11 +83,11 @@ def _each_part(builder: ll.IRBuilder, count: Any, block: Callable[[Any, Any], No
         block(builder.shl(whole, I64(2)), within(builder, whole, count))
 
 
-def _loaded(builder: ll.IRBuilder, base: Any, offset: Any, mask: Any, otherwise: Any) -> Any:
+def loaded(builder: ll.IRBuilder, base: Any, offset: Any, mask: Any, otherwise: Any) -> Any:
     place = builder.inttoptr(builder.add(base, offset), POINTER)
     if mask is None:
-        return builder.load(place, typ=_KIND, align=4)
-    return masked(builder, "load", _KIND, [place, I32(4), mask, otherwise])
+        return builder.load(place, typ=KIND, align=4)
+    return masked(builder, "load", KIND, [place, I32(4), mask, otherwise])
 
 
 def copied_row() -> Any:
@@ -97,18 +97,18 @@ def copied_row() -> Any:
     def run(typing_context, x, width, y):
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             x, width, y = (context.cast(builder, v, t, types.int64) for v, t in zip(arguments, signature.args, strict=True))
-            zero, nan = (ll.Constant(_KIND, [ll.Constant(F32, value)] * LANES) for value in (0.0, float("nan")))
+            zero, nan = (ll.Constant(KIND, [ll.Constant(F32, value)] * LANES) for value in (0.0, float("nan")))
             seen = cgutils.alloca_once_value(builder, zero)
 
             def block(offset: Any, mask: Any) -> None:
-                found = _loaded(builder, x, offset, mask, zero)
-                builder.store(call(builder, "fma", _KIND, found, zero, builder.load(seen, typ=_KIND)), seen)  # 0 · ∞ is NaN
+                found = loaded(builder, x, offset, mask, zero)
+                builder.store(call(builder, "fma", KIND, found, zero, builder.load(seen, typ=KIND)), seen)  # 0 · ∞ is NaN
                 if mask is not None:
                     found = builder.select(mask, found, nan)
                 builder.store(found, builder.inttoptr(builder.add(y, offset), POINTER), align=4)
 
             _each_part(builder, width, block)
-            found, lanes = builder.load(seen, typ=_KIND), ll.IntType(LANES)
+            found, lanes = builder.load(seen, typ=KIND), ll.IntType(LANES)
             return builder.icmp_unsigned("!=", builder.bitcast(builder.fcmp_unordered("uno", found, found), lanes), lanes(0))
 
         return types.boolean(x, width, y), emit
@@ -187,7 +187,7 @@ def sums_at_taps(rows: int, taps: int, stride: int) -> Any:
 
     @intrinsic
     def run(typing_context, at, values, offsets, numbers, line, count):
-        zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+        zero = ll.Constant(KIND, [ll.Constant(F32, 0.0)] * LANES)
 
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             given = zip(arguments, signature.args, strict=True)
@@ -204,14 +204,14 @@ def sums_at_taps(rows: int, taps: int, stride: int) -> Any:
                 for row, shift in itertools.product(range(rows), range((taps - 1) // stride + 1)):
                     window = builder.sub(q, I64(shift))
                     found = builder.load(builder.inttoptr(builder.add(of_bytes[row], window), POINTER), typ=_BYTES, align=1)
-                    value = _loaded(builder, of_floats[row], builder.shl(window, I64(2)), None, zero)
+                    value = loaded(builder, of_floats[row], builder.shl(window, I64(2)), None, zero)
                     for phase in range(min(stride, taps - shift * stride)):
                         here = builder.icmp_unsigned("==", found, wanted[row][shift * stride + phase])
                         sums[phase] = builder.fadd(sums[phase], builder.select(here, value, zero))
                 into = builder.add(line, builder.shl(builder.mul(q, I64(stride)), I64(2)))
                 for part in range(stride):
                     place = builder.inttoptr(builder.add(into, I64(4 * LANES * part)), POINTER)
-                    builder.store(_in_turns(builder, sums, part), place, align=4)
+                    builder.store(in_turns(builder, sums, part), place, align=4)
             return context.get_dummy_value()
 
         return types.void(at, values, offsets, numbers, line, count), emit
@@ -219,7 +219,7 @@ def sums_at_taps(rows: int, taps: int, stride: int) -> Any:
     return run
 
 
-def _in_turns(builder: ll.IRBuilder, vectors: list[Any], part: int) -> Any:
+def in_turns(builder: ll.IRBuilder, vectors: list[Any], part: int) -> Any:
     """The vector ``part`` of those that hold the first element of each of the vectors, then the second of each, and so on."""
     made = vectors[0]
     if len(vectors) > 1:
@@ -228,51 +228,6 @@ def _in_turns(builder: ll.IRBuilder, vectors: list[Any], part: int) -> Any:
             order = [I32(LANES + element if turn == k else lane) for lane, (element, turn) in enumerate(turns)]
             made = builder.shuffle_vector(made, source, ll.Constant(ll.VectorType(I32, LANES), order))
     return made
-
-
-def sum_of_rows() -> Any:
-    """See :func:`.pooling.sum_of_rows`."""
-
-    @intrinsic
-    def run(typing_context, x, offsets, weights, count, width, y):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            given = zip(arguments, signature.args, strict=True)
-            x, offsets, weights, count, width, y = (context.cast(builder, v, t, types.int64) for v, t in given)
-            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
-            total = cgutils.alloca_once(builder, _KIND)
-
-            def block(at: Any, mask: Any) -> Any:
-                offset = builder.shl(at, I64(2))
-                builder.store(zero, total)
-                with cgutils.for_range(builder, count, intp=I64) as row:
-                    start = builder.load(
-                        builder.inttoptr(builder.add(offsets, builder.shl(row.index, I64(3))), POINTER), typ=I64
-                    )
-                    place = builder.inttoptr(builder.add(builder.add(x, start), offset), POINTER)
-                    if mask is None:
-                        found = builder.load(place, typ=_KIND, align=4)
-                    else:
-                        found = masked(builder, "load", _KIND, [place, I32(4), mask, zero])
-                    weight = builder.load(
-                        builder.inttoptr(builder.add(weights, builder.shl(row.index, I64(2))), POINTER), typ=F32
-                    )
-                    added = call(builder, "fma", _KIND, found, in_all_lanes(builder, weight), builder.load(total, typ=_KIND))
-                    builder.store(added, total)
-                return builder.inttoptr(builder.add(y, offset), POINTER)
-
-            whole = builder.and_(width, I64(-LANES))
-            with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
-                into = block(at, None)
-                builder.store(builder.load(total, typ=_KIND), into, align=4)
-            with builder.if_then(builder.icmp_signed("<", whole, width)):
-                mask = within(builder, whole, width)
-                into = block(whole, mask)
-                masked(builder, "store", ll.VoidType(), [builder.load(total, typ=_KIND), into, I32(4), mask])
-            return context.get_dummy_value()
-
-        return types.void(x, offsets, weights, count, width, y), emit
-
-    return run
 
 
 def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> Any:
@@ -284,9 +239,9 @@ def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> An
             x, y, count = (context.cast(builder, v, t, types.int64) for v, t in zip(arguments, signature.args, strict=True))
 
             def block(at: Any, mask: Any) -> Any:
-                return _of_windows(builder, x, at, taps, stride, dilation, lambda a, b: _larger(builder, a, b, exact=exact))
+                return of_windows(builder, x, at, taps, stride, dilation, lambda a, b: _larger(builder, a, b, exact=exact))
 
-            _each_vector(builder, y, count, block)
+            each_vector(builder, y, count, block)
             return context.get_dummy_value()
 
         return types.void(x, y, count), emit
@@ -294,34 +249,7 @@ def highest_of_windows(taps: int, stride: int, dilation: int, exact: bool) -> An
     return run
 
 
-def sums_of_windows(taps: int, stride: int, dilation: int, weighted: bool) -> Any:
-    """See :func:`.pooling.sums_of_windows`."""
-
-    @intrinsic
-    def run(typing_context, x, weights, y, count):
-        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            given = zip(arguments, signature.args, strict=True)
-            x, weights, y, count = (context.cast(builder, v, t, types.int64) for v, t in given)
-            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
-
-            def block(at: Any, mask: Any) -> Any:
-                total = _of_windows(builder, x, at, taps, stride, dilation, builder.fadd)
-                if not weighted:
-                    return total
-                place = builder.inttoptr(builder.add(weights, builder.shl(at, I64(2))), POINTER)
-                if mask is None:
-                    return builder.fmul(total, builder.load(place, typ=_KIND, align=4))
-                return builder.fmul(total, masked(builder, "load", _KIND, [place, I32(4), mask, zero]))
-
-            _each_vector(builder, y, count, block)
-            return context.get_dummy_value()
-
-        return types.void(x, weights, y, count), emit
-
-    return run
-
-
-def _each_vector(builder: ll.IRBuilder, y: Any, count: Any, block: Callable[[Any, Any], Any]) -> None:
+def each_vector(builder: ll.IRBuilder, y: Any, count: Any, block: Callable[[Any, Any], Any]) -> None:
     """Store ``block(first element, mask of a part of a vector or None)`` for each vector of ``count`` floats at y."""
     whole = builder.and_(count, I64(-LANES))
     with cgutils.for_range_slice(builder, I64(0), whole, I64(LANES), I64) as (at, _):
@@ -343,11 +271,11 @@ def places_in_windows(taps: int, stride: int, dilation: int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             given = zip(arguments, signature.args, strict=True)
             x, wanted, first, at, count = (context.cast(builder, v, t, types.int64) for v, t in given)
-            zero = ll.Constant(_KIND, [ll.Constant(F32, 0.0)] * LANES)
+            zero = ll.Constant(KIND, [ll.Constant(F32, 0.0)] * LANES)
             with cgutils.for_range_slice(builder, I64(0), count, I64(LANES), I64) as (q, _):
                 offset = builder.shl(q, I64(2))
                 place = builder.inttoptr(builder.add(wanted, offset), POINTER)
-                value = masked(builder, "load", _KIND, [place, I32(4), within(builder, q, count), zero])
+                value = masked(builder, "load", KIND, [place, I32(4), within(builder, q, count), zero])
                 into = builder.inttoptr(builder.add(at, offset), POINTER)
                 found = builder.load(into, typ=whole_numbers, align=4)
                 start = builder.trunc(builder.add(first, builder.mul(q, I64(stride))), I32)
@@ -364,7 +292,7 @@ def places_in_windows(taps: int, stride: int, dilation: int) -> Any:
     return run
 
 
-def _of_windows(
+def of_windows(
     builder: ll.IRBuilder, x: Any, at: Any, taps: int, stride: int, dilation: int, combine: Callable[[Any, Any], Any]
 ) -> Any:
     """A vector of what ``combine`` makes of x[q·stride + tap·dilation], tap after tap, for q from ``at`` on."""
@@ -376,7 +304,7 @@ def _values_of_taps(builder: ll.IRBuilder, x: Any, at: Any, taps: int, stride: i
     start = builder.add(x, builder.mul(at, I64(4 * stride)))
 
     def vector(offset: int) -> Any:
-        return builder.load(builder.inttoptr(builder.add(start, I64(4 * offset)), POINTER), typ=_KIND, align=4)
+        return builder.load(builder.inttoptr(builder.add(start, I64(4 * offset)), POINTER), typ=KIND, align=4)
 
     def every(loads: list[Any], phase: int) -> Any:
         """Elements phase, phase + stride … of vectors that lie one behind another, put together vector by vector."""

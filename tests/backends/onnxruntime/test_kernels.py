@@ -411,6 +411,33 @@ def test_columns_of_windows_add_up_to_images(block: tuple[int, ...], options: di
 
 
 @pytest.mark.parametrize(
+    ("kernel", "stride", "pads"),
+    [
+        ((2, 2), (2, 2), (0, 0)),
+        ((3, 3), (3, 3), (0, 0)),
+        ((2, 1), (4, 4), (0, 0)),  # gaps between windows
+        ((3, 3), (2, 2), (1, 1)),
+        ((2, 5), (1, 3), (0, 2)),
+        ((3, 3), (1, 1), (1, 1)),
+        ((2, 7), (2, 5), (1, 3)),
+    ],
+)
+@pytest.mark.parametrize("size", [(9, 71), (64, 64), (5, 6)])
+def test_average_pool_of_images(
+    kernel: tuple[int, int], stride: tuple[int, int], pads: tuple[int, int], size: tuple[int, int], pool: ThreadPool
+) -> None:
+    x = torch.tensor(normal(3, 5, *size), requires_grad=True)
+    for include in (0, 1):
+        y = torch.nn.functional.avg_pool2d(x, kernel, stride, pads, count_include_pad=bool(include))
+        dy = torch.tensor(normal(*y.shape))
+        (dx,) = torch.autograd.grad(y, x, dy)
+        attributes = {"kernel_shape": kernel, "strides": stride, "pads": [*pads, *pads], "count_include_pad": include}
+        close(native("AveragePool", [x.detach().numpy()], attributes, pool, [y.detach().numpy()])[0], y.detach().numpy())
+        operands = [dy.numpy(), shape_of(x.numpy(force=True))]
+        close(native("graphc::AveragePoolGrad", operands, attributes, pool, [dx.numpy()], (1,))[0], dx.numpy())
+
+
+@pytest.mark.parametrize(
     ("kernel", "stride", "pads"), [((1, 25), (1, 1), (0, 12)), ((3, 7), (2, 6), (1, 3)), ((20, 18), (20, 18), (0, 0))]
 )
 def test_averages_over_long_windows(

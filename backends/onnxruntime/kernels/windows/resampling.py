@@ -20,8 +20,8 @@ from graphc.backend import Binding, Pool, kernel
 from graphc.backends.onnxruntime.kernels.common.arrays import given
 from graphc.backends.onnxruntime.kernels.common.jit import jit
 from graphc.backends.onnxruntime.kernels.common.scratch import scratchpad_of
+from graphc.backends.onnxruntime.vectors.averaging import sum_of_rows
 from graphc.backends.onnxruntime.vectors.functions import LANES
-from graphc.backends.onnxruntime.vectors.pooling import sum_of_rows
 from graphc.backends.onnxruntime.vectors.windows import banded_product
 from graphc.device import Array, Run, in_order
 from graphc.ir.facts import required, shape_of_result, static_dims
