@@ -3,8 +3,7 @@
     python scripts/against_onednn.py --threads 2
 
 oneDNN's primitives work in the layouts that they choose, and no copy to or from these is counted: the times are those of a
-program whose layout pass were perfect. This backend runs the nodes as a plan does, over arrays as ONNX has them. LSTM layers
-are missing: PyTorch's on a CPU are oneDNN's (``python -m graphc.bench.kinds lstm``).
+program whose layout pass were perfect. This backend runs the nodes as a plan does, over arrays as ONNX has them.
 """
 
 from __future__ import annotations
@@ -37,12 +36,16 @@ from graphc.runtime.state import State
 
 # values of the C enumerations in dnnl_types.h
 _TRAINING, _BACKWARD, _DIRECT, _SCALE_AND_SHIFT = 64, 128, 1, 6
-_SRC, _DST, _WEIGHTS, _MEAN, _VARIANCE, _SCALE, _SHIFT, _WORKSPACE = 1, 17, 33, 49, 50, 51, 52, 64
-_DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS, _DIFF_SCALE, _DIFF_SHIFT = 129, 145, 161, 255, 256
+_SRC, _DST, _WEIGHTS, _BIAS, _MEAN, _VARIANCE, _SCALE, _SHIFT, _WORKSPACE = 1, 17, 33, 41, 49, 50, 51, 52, 64
+_DIFF_SRC, _DIFF_DST, _DIFF_WEIGHTS, _DIFF_BIAS, _DIFF_SCALE, _DIFF_SHIFT = 129, 145, 161, 169, 255, 256
+_OF_STEPS = 1  # added to the weights of a recurrent layer: those that the states meet
+_LAYOUT_OF_OPERAND = 255
 _ROLES = {"src": _SRC, "dst": _DST, "scale": _SCALE, "shift": _SHIFT, "diff_dst": _DIFF_DST, "diff_shift": _DIFF_SHIFT}
-_LAYOUT_OF = {_SRC: 129, _DIFF_SRC: 130, _WEIGHTS: 131, _DIFF_WEIGHTS: 132, _DST: 133, _DIFF_DST: 134, _WORKSPACE: 135}
 _RESIDUAL = 32768 | 2
 _POOLS, _GELU, _ADD = {"MaxPool": 0x1FF, "AveragePool": 0x3FF}, 49, 0x1FFF0
+_DECONVOLUTION, _TANH, _FROM_FIRST = 0xA, 0x21, 1
+_GATES = {"lstm": (4, 4), "lbr_gru": (3, 4), "vanilla_rnn": (1, 1)}
+"""Cells, and the gates and biases of a layer."""
 _EPSILON = ctypes.c_float(1e-5)
 _Dims = ctypes.c_int64 * 12
 
@@ -81,7 +84,7 @@ class Bare(Primitive):
 
     def layout(self, description: Handle, role: int) -> Handle:
         """The layout that a described primitive has chosen for an operand; it lives as long as the description."""
-        return ctypes.c_void_p(self._lib.query(description, _LAYOUT_OF[role], 0))
+        return ctypes.c_void_p(self._lib.query(description, _LAYOUT_OF_OPERAND, role))
 
 
 class Primitives:
@@ -101,14 +104,26 @@ class Primitives:
         return self._operands[_ROLES[name], count]
 
     def convolution(self, x: Sequence[int], w: Sequence[int]) -> tuple[list[Run], Handle]:
-        """The forward pass and both gradients of a convolution that keeps the size of images, and its results' layout."""
+        """The forward pass and both gradients of a convolution that keeps the size of images, and its results' layout.
+
+        ``w`` begins with the number of groups where there are any.
+        """
+        return self._windows("convolution", _DIRECT, x, w, (x[0], math.prod(w[:-3]), *x[2:]), 1, w[-1] // 2)
+
+    def deconvolution(self, x: Sequence[int], w: Sequence[int], step: int, pad: int) -> list[Run]:
+        """The forward pass and both gradients of a deconvolution; ``w`` begins with the channels of its results."""
+        y = (x[0], w[0], *((n - 1) * step - 2 * pad + w[-1] for n in x[2:]))
+        return self._windows("deconvolution", _DECONVOLUTION, x, w, y, step, pad)[0]
+
+    def _windows(
+        self, kind: str, way: int, x: Sequence[int], w: Sequence[int], y: Sequence[int], step: int, pad: int
+    ) -> tuple[list[Run], Handle]:
         about, attributes = self._about, self._lib.attributes[False]
-        layouts = src, weights, dst = [about._free_choice(shape) for shape in (x, w, (x[0], w[0], *x[2:]))]
-        pads = _Dims(w[-1] // 2, w[-1] // 2)
-        geometry = (_Dims(1, 1), _Dims(0, 0), pads, pads)
-        forward = about.described("convolution_forward", _TRAINING, _DIRECT, src, weights, None, dst, *geometry, attributes)
-        back = about.described("convolution_backward_data", _DIRECT, *layouts, *geometry, forward, attributes)
-        sums = about.described("convolution_backward_weights", _DIRECT, src, weights, None, dst, *geometry, forward, attributes)
+        layouts = src, weights, dst = [about._free_choice(shape) for shape in (x, w, y)]
+        geometry = (_Dims(step, step), _Dims(0, 0), _Dims(pad, pad), _Dims(pad, pad))
+        forward = about.described(f"{kind}_forward", _TRAINING, way, src, weights, None, dst, *geometry, attributes)
+        back = about.described(f"{kind}_backward_data", way, *layouts, *geometry, forward, attributes)
+        sums = about.described(f"{kind}_backward_weights", way, src, weights, None, dst, *geometry, forward, attributes)
         runs = [
             self._bare().run(forward, _SRC, _WEIGHTS, _DST),
             self._bare().run(back, _DIFF_SRC, _WEIGHTS, _DIFF_DST),
@@ -155,6 +170,23 @@ class Primitives:
             self._bare().run(forward, _SRC, _DST, *taps),
             self._bare().run(back, _DIFF_SRC, _DIFF_DST, *taps),
         ]
+
+    def recurrent(self, cell: str, time: int, batch: int, features: int, hidden: int) -> list[Run]:
+        """Both directions of a layer from states of zeros. The forward pass keeps its workspace for the gradients."""
+        about, attributes, (gates, biases) = self._about, self._lib.attributes[False], _GATES[cell]
+        shapes = (time, batch, features), (1, 1, features, gates, hidden), (1, 1, hidden, gates, hidden), (1, 1, biases, hidden)
+        x, of_inputs, of_states, bias = (about._free_choice(shape) for shape in shapes)
+        y = about._free_choice((time, batch, hidden))
+        cells, others = ([None], [None, None]) if cell == "lstm" else ([], [])  # no initial cells, peepholes and projection
+        before, after = ([_TANH], [0, ctypes.c_float(0), ctypes.c_float(0)]) if cell == "vanilla_rnn" else ([], [0])
+        operands = [x, None, *cells, of_inputs, of_states, *others, bias, y, None, *cells]
+        forward = about.described(f"{cell}_forward", _TRAINING, *before, _FROM_FIRST, *operands, *after, attributes)
+        back = about.described(
+            f"{cell}_backward", _BACKWARD, *before, _FROM_FIRST, *operands, *operands, *after, forward, attributes
+        )
+        read = _SRC, _WEIGHTS, _WEIGHTS + _OF_STEPS, _BIAS, _DST, _WORKSPACE
+        written = _DIFF_SRC, _DIFF_WEIGHTS, _DIFF_WEIGHTS + _OF_STEPS, _DIFF_BIAS
+        return [self._bare().run(forward, *read), self._bare().run(back, *read, _DIFF_DST, *written)]
 
     def product(self, rows: int, depth: int, columns: int, *, residual: bool) -> list[Run]:
         """A product with its bias, and what follows in the same primitive: a residual, or Gelu."""
@@ -222,11 +254,13 @@ class Nodes:
 
 
 Sides = tuple[Nodes, list[Run]]
+_OURS = {"lstm": ("lstm", 5, "pytorch"), "lbr_gru": ("gru_reset_after", 4, "pytorch"), "vanilla_rnn": ("tanh", 3, "onnx")}
+"""oneDNN's cells here: the name, the outputs that a gradient reads and the order of the gates."""
 
 
-def _convolution(lib: Primitives, channels: int, side: int, results: int, window: int) -> Sides:
-    x, w, nodes = (8, channels, side, side), (results, channels, window, window), Nodes()
-    attributes = {"kernel_shape": [window] * 2, "pads": [window // 2] * 4}
+def _convolution(lib: Primitives, channels: int, side: int, results: int, window: int, groups: int = 1) -> Sides:
+    x, w, nodes = (8, channels, side, side), (results, channels // groups, window, window), Nodes()
+    attributes = {"kernel_shape": [window] * 2, "pads": [window // 2] * 4, "group": groups}
     a, b, dy = nodes.input(*x), nodes.input(*w), nodes.input(8, results, side, side)
     shapes = (np.array(shape, dtype=np.int64) for shape in (x, w))
     nodes.give(
@@ -234,7 +268,38 @@ def _convolution(lib: Primitives, channels: int, side: int, results: int, window
         nodes.op.graphc.ConvGradInput(dy, b, next(shapes), **attributes),
         nodes.op.graphc.ConvGradWeight(a, dy, next(shapes), **attributes),
     )
-    return nodes, lib.convolution(x, w)[0]
+    return nodes, lib.convolution(x, w if groups == 1 else (groups, results // groups, *w[1:]))[0]
+
+
+def _deconvolution(lib: Primitives, channels: int, side: int, results: int) -> Sides:
+    x, w, y, nodes = (8, channels, side, side), (channels, results, 4, 4), (8, results, 2 * side, 2 * side), Nodes()
+    attributes = {"kernel_shape": [4] * 2, "pads": [1] * 4, "strides": [2] * 2}
+    a, b, dy = nodes.input(*x), nodes.input(*w), nodes.input(*y)
+    nodes.give(
+        nodes.op.ConvTranspose(a, b, **attributes),
+        nodes.op.Conv(dy, b, **attributes),
+        nodes.op.graphc.ConvGradWeight(dy, a, np.array(w, dtype=np.int64), **attributes),
+    )
+    return nodes, lib.deconvolution(x, (results, channels, 4, 4), 2, 1)
+
+
+def _recurrent(lib: Primitives, cell: str, time: int, batch: int, features: int, hidden: int) -> Sides:
+    nodes, (gates, _), (kind, outputs, order) = Nodes(), _GATES[cell], _OURS[cell]
+    wide, op = gates * hidden, nodes.op
+    x, dy = nodes.input(time * batch, features), nodes.input(time, 1, batch, hidden)
+    w, r, bias = nodes.input(wide, features), nodes.input(1, wide, hidden), nodes.input(1, wide)
+    of_new = nodes.input(1, hidden) if cell == "lbr_gru" else None
+    attributes = {"cell": kind, "direction": "forward", "order": order}
+    projected = op.Reshape(op.Gemm(x, w, transB=1), [time, batch, wide])
+    made = op.emit("RecurrentTraining", [projected, r, bias, of_new], attributes, domain="graphc", outputs=outputs)
+    y, _, kept, cells, _ = [*made, None, None][:5]
+    operands = [y, kept, r, cells, None, None, None, dy]
+    backward = op.emit(
+        "RecurrentTrainingGrad", operands, attributes, domain="graphc", outputs=5 if outputs == 5 or of_new else 4
+    )
+    slopes = op.Reshape(backward[0], [-1, wide])
+    nodes.give(y, backward[1], backward[3], op.Gemm(slopes, w), op.Gemm(slopes, x, transA=1))
+    return nodes, lib.recurrent(cell, time, batch, features, hidden)
 
 
 def _batch_norm(lib: Primitives, shape: tuple[int, ...]) -> Sides:
@@ -312,6 +377,16 @@ def cases() -> Iterator[tuple[str, Callable[[Primitives], Sides]]]:
     ):
         name = f"convolution {window} × {window}, {channels} channels to {results}, 8 × {side} × {side}"
         yield name, partial(_convolution, channels=channels, side=side, results=results, window=window)
+    for channels, side, window in ((144, 56, 3), (384, 14, 3), (96, 28, 7)):
+        name = f"depthwise convolution {window} × {window}, 8 × {channels} × {side} × {side}"
+        yield name, partial(_convolution, channels=channels, side=side, results=channels, window=window, groups=channels)
+    for channels, side, results in ((256, 14, 128), (64, 56, 32)):
+        name = f"deconvolution 4 × 4, stride 2, {channels} channels to {results}, 8 × {side} × {side}"
+        yield name, partial(_deconvolution, channels=channels, side=side, results=results)
+    for cell, name in (("lstm", "LSTM"), ("lbr_gru", "GRU"), ("vanilla_rnn", "RNN")):
+        for time, batch, features, hidden in ((64, 32, 256, 256), (32, 64, 64, 128)):
+            of = partial(_recurrent, cell=cell, time=time, batch=batch, features=features, hidden=hidden)
+            yield f"{name}, {time} steps, {batch} × {features} to {hidden}", of
     for shape in ((8, 64, 56, 56), (8, 256, 56, 56), (8, 256, 14, 14), (16, 512, 7, 7)):
         yield f"batch norm, {_by(shape)}", partial(_batch_norm, shape=shape)
     for rows, width in ((4096, 256), (1024, 768), (16384, 64)):
