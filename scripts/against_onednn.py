@@ -294,9 +294,8 @@ def _recurrent(lib: Primitives, cell: str, time: int, batch: int, features: int,
     made = op.emit("RecurrentTraining", [projected, r, bias, of_new], attributes, domain="graphc", outputs=outputs)
     y, _, kept, cells, _ = [*made, None, None][:5]
     operands = [y, kept, r, cells, None, None, None, dy]
-    backward = op.emit(
-        "RecurrentTrainingGrad", operands, attributes, domain="graphc", outputs=5 if outputs == 5 or of_new else 4
-    )
+    count = 5 if cell == "lstm" or of_new is not None else 4
+    backward = op.emit("RecurrentTrainingGrad", operands, attributes, domain="graphc", outputs=count)
     slopes = op.Reshape(backward[0], [-1, wide])
     nodes.give(y, backward[1], backward[3], op.Gemm(slopes, w), op.Gemm(slopes, x, transA=1))
     return nodes, lib.recurrent(cell, time, batch, features, hidden)
@@ -384,9 +383,9 @@ def cases() -> Iterator[tuple[str, Callable[[Primitives], Sides]]]:
         name = f"deconvolution 4 × 4, stride 2, {channels} channels to {results}, 8 × {side} × {side}"
         yield name, partial(_deconvolution, channels=channels, side=side, results=results)
     for cell, name in (("lstm", "LSTM"), ("lbr_gru", "GRU"), ("vanilla_rnn", "RNN")):
-        for time, batch, features, hidden in ((64, 32, 256, 256), (32, 64, 64, 128)):
-            of = partial(_recurrent, cell=cell, time=time, batch=batch, features=features, hidden=hidden)
-            yield f"{name}, {time} steps, {batch} × {features} to {hidden}", of
+        for steps, batch, features, hidden in ((64, 32, 256, 256), (32, 64, 64, 128)):
+            of = partial(_recurrent, cell=cell, time=steps, batch=batch, features=features, hidden=hidden)
+            yield f"{name}, {steps} steps, {batch} × {features} to {hidden}", of
     for shape in ((8, 64, 56, 56), (8, 256, 56, 56), (8, 256, 14, 14), (16, 512, 7, 7)):
         yield f"batch norm, {_by(shape)}", partial(_batch_norm, shape=shape)
     for rows, width in ((4096, 256), (1024, 768), (16384, 64)):

@@ -42,6 +42,7 @@ try:
     from graphc.backends.onnxruntime.kernels.common.written_rows import RowLedger
     from graphc.backends.onnxruntime.kernels.onednn.binding import library
     from graphc.backends.onnxruntime.kernels.products.linear import NARROWEST
+    from graphc.backends.onnxruntime.kernels.rows.batch_normalization import FEW
     from graphc.backends.onnxruntime.memory import TeamMemory
     from graphc.backends.onnxruntime.packing import is_packed, pack, packed_like, unpack
     from graphc.backends.onnxruntime.pool import ThreadPool
@@ -107,6 +108,7 @@ class OnnxRuntimeBackend(Backend):
             f"kept_taps{{taps={WINDOW_TAPS},row={MOST_TAPS},step={LONGEST_STEP}}}",
             f"permuted_products{{narrowest={NARROWEST}}}",
             "epilogues",
+            f"norm_epilogues{{fewest={FEW}}}",
         )
     )
 

@@ -22,16 +22,8 @@ pytestmark = pytest.mark.skipif(library() is None, reason="compares with oneDNN"
 
 @pytest.mark.full
 def test_a_row_for_each_case_that_was_asked_for() -> None:
-    asked = [
-        "batch norm, 16",
-        "layer norm, 1024",
-        "AveragePool 3",
-        "Gelu, 1024 × 256",
-        "LSTM, 32",
-        "GRU, 32",
-        "RNN, 32",
-        "384 × 14",
-    ]
+    asked = ["batch norm, 16", "layer norm, 1024", "AveragePool 3", "Gelu, 1024 × 256"]
+    asked += ["LSTM, 32", "GRU, 32", "RNN, 32", "384 × 14"]
     command = [sys.executable, str(SCRIPT), "--threads", "1", "--seconds", "0.02"]
     done = subprocess.run([*command, *asked], capture_output=True, text=True, check=True)
     head, *rows = done.stdout.splitlines()

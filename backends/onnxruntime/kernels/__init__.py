@@ -18,6 +18,7 @@ from graphc.backends.onnxruntime.kernels.convolutions import convolution
 from graphc.backends.onnxruntime.kernels.products import attention, fourier, grouped, linear, linear_algebra
 from graphc.backends.onnxruntime.kernels.rows import (
     activations,
+    batch_normalization,
     ctc,
     indexing,
     losses,
@@ -35,6 +36,7 @@ __all__ = [
     "activations",
     "attention",
     "averaging",
+    "batch_normalization",
     "bind_search",
     "columns",
     "convolution",

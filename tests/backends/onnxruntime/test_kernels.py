@@ -1102,6 +1102,44 @@ def test_batch_normalization(shape: tuple[int, ...], pool: ThreadPool) -> None:
         close(got, want.grad.numpy(), 1e-5)
 
 
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "clip"])
+@pytest.mark.parametrize("shape", [(40, 33, 12), (9, 50, 8), (2, 40, 33, 31)])
+def test_batch_normalization_with_what_follows(shape: tuple[int, ...], activation: str, added: bool, pool: ThreadPool) -> None:
+    x, scale, bias = normal(*shape) * 2 + 5, normal(shape[1]), normal(shape[1])
+    residual = [normal(*shape)] if added else []
+    attributes = {"epsilon": 1e-3, "activation": activation, "alpha": -0.5, "beta": 1.25}
+    compare("graphc::FusedBatchNormalization", [x, scale, bias, *residual], attributes, pool, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["relu", "clip"])
+@pytest.mark.parametrize("shape", [(40, 33, 12), (9, 50, 8), (2, 40, 33, 31)])
+def test_gradients_of_batch_normalization_with_what_follows(shape: tuple[int, ...], activation: str, pool: ThreadPool) -> None:
+    x, dy, scale, bias = normal(*shape) * 2 + 5, normal(*shape), normal(shape[1]), normal(shape[1])
+    exact = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in (x, scale, bias)]
+    y = torch.nn.functional.batch_norm(exact[0], None, None, exact[1], exact[2], training=True, eps=1e-3)
+    (torch.relu(y) if activation == "relu" else torch.clamp(y, -0.5, 1.25)).backward(torch.tensor(dy, dtype=torch.float64))
+    axes = tuple(k for k in range(x.ndim) if k != 1)
+    wide = x.astype(np.float64)
+    mean, inv_std = wide.mean(axes).astype(np.float32), (1 / np.sqrt(wide.var(axes) + 1e-3)).astype(np.float32)
+    attributes = {"activation": activation, "alpha": -0.5, "beta": 1.25}
+    operands = [dy, x, scale, bias, mean, inv_std]
+    made = native("graphc::FusedBatchNormalizationGrad", operands, attributes, pool, [x, scale, bias])
+    for got, want in zip(made, exact, strict=True):
+        assert want.grad is not None
+        close(got, want.grad.numpy(), 1e-5)
+
+
+def test_what_equals_a_bound_has_a_slope_where_the_gradient_is_closed(pool: ThreadPool) -> None:
+    x = np.array([[[-1, -1, -1, -1, 1, 1, 1, 1]]], dtype=np.float32)  # the norm leaves it as it is
+    one, none = np.ones(1, np.float32), np.zeros(1, np.float32)
+    for closed in (0, 1):
+        attributes = {"activation": "clip", "alpha": -1.0, "beta": 1.0, "closed": closed}
+        operands = [np.ones_like(x), x, one, none, none, one]
+        _, _, dbias = native("graphc::FusedBatchNormalizationGrad", operands, attributes, pool, [x, one, one])
+        assert dbias == 8 * closed
+
+
 @pytest.mark.parametrize(("shape", "axis"), [((5, 7, 64), -1), ((300, 256), 1), ((3, 4, 5, 6), 2)])
 def test_layer_normalization_gradient(shape: tuple[int, ...], axis: int, pool: ThreadPool) -> None:
     x, dy, scale = normal(*shape), normal(*shape), normal(*shape[axis:])

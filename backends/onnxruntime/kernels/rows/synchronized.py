@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.common.arrays import given
 from graphc.backends.onnxruntime.kernels.common.jit import jit
-from graphc.backends.onnxruntime.kernels.rows.normalization import by_channel, grain_of
+from graphc.backends.onnxruntime.kernels.rows.batch_normalization import by_channel, grain_of
 from graphc.device import Run
 
 

@@ -1,0 +1,252 @@
+"""Norms over a batch, one channel at a time, and what follows them: a sum, bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from graphc.backend import Binding, kernel
+from graphc.backends.onnxruntime.kernels.common.arrays import given, optional
+from graphc.backends.onnxruntime.kernels.common.jit import jit, specialized
+from graphc.backends.onnxruntime.kernels.convolutions.epilogues import between
+from graphc.device import Array, Run
+from graphc.ir.facts import required, static_dims
+
+
+def by_channel(array: Array) -> Array:
+    """N × C × positions, one position for rank 2."""
+    return array.reshape(array.shape[0], array.shape[1], -1)
+
+
+FEW = 8
+"""Positions of a channel from which one channel at a time is read well; below, neighbouring channels go side by side."""
+
+
+def _columns(array: Array) -> Array:
+    """N × (C · positions)."""
+    return array.reshape(array.shape[0], -1)
+
+
+def grain_of(x: Array) -> int:
+    """Fewest channels of ``x`` that are worth handing to another thread."""
+    size, channels = x.size, int(x.shape[1])
+    return max(1, 16384 // max(1, size // max(1, channels)))
+
+
+def _has_positions(node: ir.Node) -> bool:
+    """Whether x is read one channel at a time."""
+    shape = static_dims(required(node.inputs[1 if node.op_type.endswith("Grad") else 0]))
+    return shape is not None and 0 not in shape and math.prod(shape[2:]) >= FEW
+
+
+def _bounds(k: Binding) -> tuple[np.float32, np.float32]:
+    """Between which the activation leaves results as they are."""
+    activation, given_ones = k.attributes["activation"], (k.attributes["alpha"], k.attributes["beta"])
+    low, high = {"": (-np.inf, np.inf), "relu": (0.0, np.inf)}.get(activation, given_ones)
+    return np.float32(low), np.float32(high)
+
+
+@kernel("onnxruntime", "graphc::BatchNormalizationTraining")
+def batch_normalization_training(k: Binding) -> Run:
+    """One channel at a time: mean, variance, then y, so that memory is read once; of few positions, many channels at a time."""
+    (x, scale, bias), (y, mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 4)
+    epsilon = np.float32(k.attributes["epsilon"])
+    if by_channel(x).shape[2] < FEW:
+        sums, lines = np.zeros(_columns(x).shape[1]), np.zeros((2, _columns(x).shape[1]), dtype=np.float32)
+        operands = (_columns(x), scale, bias, epsilon, _columns(y), mean, var, inv_std, sums, lines)
+        return k.pool.bind(_batch_normalization_columns, operands, x.shape[1], grain_of(x))
+    infinity, none = np.float32(np.inf), by_channel(x)[:0]
+    arguments = (by_channel(x), scale, bias, epsilon, none, -infinity, infinity, by_channel(y), mean, var, inv_std)
+    return k.pool.bind(_batch_normalization(0, 0), arguments, x.shape[1], grain_of(x))
+
+
+@kernel("onnxruntime", "graphc::FusedBatchNormalization", when=_has_positions)
+def fused_batch_normalization(k: Binding) -> Run:
+    """As :func:`batch_normalization_training`; y is added to and cut off before it is written."""
+    (x, scale, bias), (y, mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 4)
+    residual, epsilon = optional(k.inputs, 3), np.float32(k.attributes["epsilon"])
+    others = by_channel(x)[:0] if residual is None else by_channel(residual)
+    arguments = (by_channel(x), scale, bias, epsilon, others, *_bounds(k), by_channel(y), mean, var, inv_std)
+    return k.pool.bind(_batch_normalization(1, int(residual is not None)), arguments, x.shape[1], grain_of(x))
+
+
+@specialized
+def _batch_normalization(bounded: int, added: int) -> Callable[..., None]:
+    """Make the loop, with bounds or without, and with ``others`` that are added in front of them, or without."""
+
+    @jit
+    def batch_normalization(x, scale, bias, epsilon, others, low, high, y, mean, var, inv_std, start, stop):
+        samples, positions = x.shape[0], x.shape[2]
+        count = samples * positions
+        for c in range(start, stop):
+            total = 0.0
+            for n in range(samples):
+                part = np.float32(0.0)
+                for i in range(positions):
+                    part += x[n, c, i]
+                total += part
+            centre = np.float32(total / count)
+            total = 0.0
+            for n in range(samples):
+                part = np.float32(0.0)
+                for i in range(positions):
+                    part += (x[n, c, i] - centre) * (x[n, c, i] - centre)
+                total += part
+            variance = np.float32(total / count)
+            inverse = np.float32(1.0) / np.sqrt(variance + epsilon)
+            factor = scale[c] * inverse
+            shift = bias[c] - centre * factor
+            mean[c], var[c], inv_std[c] = centre, variance, inverse
+            for n in range(samples):
+                for i in range(positions):
+                    value = x[n, c, i] * factor + shift
+                    if added:
+                        value += others[n, c, i]
+                    if bounded:
+                        value = between(value, low, high)
+                    y[n, c, i] = value
+
+    return batch_normalization
+
+
+@jit
+def _batch_normalization_columns(x, scale, bias, epsilon, y, mean, var, inv_std, sums, lines, start, stop):
+    samples, positions = x.shape[0], x.shape[1] // scale.size
+    count = samples * positions
+    first, last = start * positions, stop * positions
+    total, centres, factors = sums[first:last], lines[0, first:last], lines[1, first:last]
+    total[:] = 0.0
+    for n in range(samples):
+        row = x[n, first:last]
+        for i in range(row.size):
+            total[i] += row[i]
+    for c in range(start, stop):
+        at = (c - start) * positions
+        whole = 0.0
+        for i in range(positions):
+            whole += total[at + i]
+        mean[c] = np.float32(whole / count)
+        centres[at : at + positions] = mean[c]
+    total[:] = 0.0
+    for n in range(samples):
+        row = x[n, first:last]
+        for i in range(row.size):
+            distance = row[i] - centres[i]
+            total[i] += distance * distance
+    for c in range(start, stop):
+        at = (c - start) * positions
+        whole = 0.0
+        for i in range(positions):
+            whole += total[at + i]
+        var[c] = np.float32(whole / count)
+        inv_std[c] = np.float32(1.0) / np.sqrt(var[c] + epsilon)
+        factors[at : at + positions] = scale[c] * inv_std[c]
+        centres[at : at + positions] = bias[c] - mean[c] * (scale[c] * inv_std[c])  # from here on the shift
+    for n in range(samples):
+        row, out = x[n, first:last], y[n, first:last]
+        for i in range(row.size):
+            out[i] = row[i] * factors[i] + centres[i]
+
+
+@kernel("onnxruntime", "graphc::BatchNormalizationTrainingGrad")
+def batch_normalization_training_grad(k: Binding) -> Run:
+    """One channel at a time: both sums, then dx; of few positions, many channels at a time."""
+    (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
+    if by_channel(x).shape[2] < FEW:
+        sums, lines = np.zeros((2, _columns(x).shape[1])), np.zeros((3, _columns(x).shape[1]), dtype=np.float32)
+        operands = (_columns(dy), _columns(x), scale, mean, inv_std, _columns(dx), dscale, dbias, sums, lines)
+        return k.pool.bind(_batch_normalization_columns_grad, operands, x.shape[1], grain_of(x))
+    infinity = np.float32(np.inf)
+    vectors = (scale, mean, mean, inv_std, -infinity, infinity)  # without bounds nothing reads a bias
+    arguments = (by_channel(dy), by_channel(x), *vectors, by_channel(dx), dscale, dbias)
+    return k.pool.bind(_batch_normalization_grad(0, 0), arguments, x.shape[1], grain_of(x))
+
+
+@kernel("onnxruntime", "graphc::FusedBatchNormalizationGrad", when=_has_positions)
+def fused_batch_normalization_grad(k: Binding) -> Run:
+    """As :func:`batch_normalization_training_grad`; what lies beyond the bounds, as x tells, has no slope."""
+    (dy, x, scale, bias, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 6), given(k.outputs, 3)
+    loop = _batch_normalization_grad(1, int(bool(k.attributes["closed"])))
+    arguments = (by_channel(dy), by_channel(x), scale, bias, mean, inv_std, *_bounds(k), by_channel(dx), dscale, dbias)
+    return k.pool.bind(loop, arguments, x.shape[1], grain_of(x))
+
+
+@specialized
+def _batch_normalization_grad(bounded: int, closed: int) -> Callable[..., None]:
+    """Make the loop, with bounds, which have a slope themselves where they are ``closed``, or without."""
+
+    @jit
+    def batch_normalization_grad(dy, x, scale, bias, mean, inv_std, low, high, dx, dscale, dbias, start, stop):
+        samples, positions = x.shape[0], x.shape[2]
+        count, zero = samples * positions, np.float32(0.0)
+        for c in range(start, stop):
+            centre, inverse = mean[c], inv_std[c]
+            factor = scale[c] * inverse
+            offset = bias[c] - centre * factor
+            slopes, products = 0.0, 0.0
+            for n in range(samples):
+                slope, product = np.float32(0.0), np.float32(0.0)
+                for i in range(positions):
+                    part = dy[n, c, i]
+                    if bounded:
+                        y = x[n, c, i] * factor + offset
+                        inside = (y >= low) & (y <= high) if closed else (y > low) & (y < high)
+                        part = part if inside else zero
+                    slope += part
+                    product += part * (x[n, c, i] - centre)
+                slopes += slope
+                products += product
+            dbias[c] = np.float32(slopes)
+            dscale[c] = np.float32(products * inverse)
+            bend = np.float32(-factor * inverse * inverse * (products / count))
+            shift = np.float32(-factor * (slopes / count)) - bend * centre
+            for n in range(samples):
+                for i in range(positions):
+                    part = dy[n, c, i]
+                    if bounded:
+                        y = x[n, c, i] * factor + offset
+                        inside = (y >= low) & (y <= high) if closed else (y > low) & (y < high)
+                        part = part if inside else zero
+                    dx[n, c, i] = part * factor + x[n, c, i] * bend + shift
+
+    return batch_normalization_grad
+
+
+@jit
+def _batch_normalization_columns_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, sums, lines, start, stop):
+    samples, positions = x.shape[0], x.shape[1] // scale.size
+    count = samples * positions
+    first, last = start * positions, stop * positions
+    of_bias, of_scale = sums[0, first:last], sums[1, first:last]
+    factors, bends, shifts = lines[0, first:last], lines[1, first:last], lines[2, first:last]
+    of_bias[:] = 0.0
+    of_scale[:] = 0.0
+    for c in range(start, stop):
+        at = (c - start) * positions
+        shifts[at : at + positions] = mean[c]
+    for n in range(samples):
+        slopes, row = dy[n, first:last], x[n, first:last]
+        for i in range(row.size):
+            of_bias[i] += slopes[i]
+            of_scale[i] += slopes[i] * (row[i] - shifts[i])
+    for c in range(start, stop):
+        at = (c - start) * positions
+        slopes_of_c, products = 0.0, 0.0
+        for i in range(positions):
+            slopes_of_c += of_bias[at + i]
+            products += of_scale[at + i]
+        inverse = inv_std[c]
+        dbias[c] = np.float32(slopes_of_c)
+        dscale[c] = np.float32(products * inverse)
+        factor = scale[c] * inverse
+        bend = np.float32(-factor * inverse * inverse * (products / count))
+        factors[at : at + positions] = factor
+        bends[at : at + positions] = bend
+        shifts[at : at + positions] = np.float32(-factor * (slopes_of_c / count)) - bend * mean[c]
+    for n in range(samples):
+        slopes, row, out = dy[n, first:last], x[n, first:last], dx[n, first:last]
+        for i in range(row.size):
+            out[i] = slopes[i] * factors[i] + row[i] * bends[i] + shifts[i]
