@@ -241,11 +241,13 @@ CASES: Mapping[str, Sequence[Case]] = {
     "graphc::BatchNormalizationTraining": [c(f(3, 5, *more), f(5), f(5)) for more in ((), (2,), (9,))],
     "graphc::BatchNormalizationTrainingGrad": [c(*(f(3, 5, *d) for _ in "yx"), f(5), f(5), f(5)) for d in ((), (2,), (9,))],
     "graphc::FusedBatchNormalization": [
-        c(f(3, 5, 9), f(5), f(5), *other, activation="clip", alpha=-1.0, beta=1.0) for other in ((), (f(3, 5, 9),))
+        c(f(3, 5, 9), f(5), f(5), *other, activation=name, alpha=-1.0, beta=1.0)
+        for other in ((), (f(3, 5, 9),))
+        for name in ("clip", "silu")
     ],
     "graphc::FusedBatchNormalizationGrad": [
-        c(f(3, 5, 9), f(3, 5, 9), f(5), f(5), f(5), f(5), activation="clip", alpha=-1.0, beta=1.0, closed=closed)
-        for closed in (0, 1)
+        c(f(3, 5, 9), f(3, 5, 9), f(5), f(5), f(5), f(5), activation=name, alpha=-1.0, beta=1.0)
+        for name in ("clip", "hard_swish", "silu")
     ],
     "LayerNormalization": [c(f(3, 4, 5), f(5), f(5)), c(f(3, 4, 5), f(4, 5), axis=1)],
     "graphc::LayerNormalizationGrad": [c(f(3, 4, 5), f(3, 4, 5), f(5), f(3, 4, 1), f(3, 4, 1))],

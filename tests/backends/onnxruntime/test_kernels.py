@@ -1102,8 +1102,17 @@ def test_batch_normalization(shape: tuple[int, ...], pool: ThreadPool) -> None:
         close(got, want.grad.numpy(), 1e-5)
 
 
+ACTIVATIONS: dict[str, Any] = {
+    "relu": torch.relu,
+    "clip": lambda y: torch.clamp(y, -0.5, 1.25),
+    "leaky_relu": lambda y: torch.nn.functional.leaky_relu(y, -0.5),
+    "hard_swish": torch.nn.functional.hardswish,
+    "silu": torch.nn.functional.silu,
+}
+
+
 @pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("activation", ["relu", "clip"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS])
 @pytest.mark.parametrize("shape", [(40, 33, 12), (9, 50, 8), (2, 40, 33, 31)])
 def test_batch_normalization_with_what_follows(shape: tuple[int, ...], activation: str, added: bool, pool: ThreadPool) -> None:
     x, scale, bias = normal(*shape) * 2 + 5, normal(shape[1]), normal(shape[1])
@@ -1112,13 +1121,13 @@ def test_batch_normalization_with_what_follows(shape: tuple[int, ...], activatio
     compare("graphc::FusedBatchNormalization", [x, scale, bias, *residual], attributes, pool, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["relu", "clip"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS])
 @pytest.mark.parametrize("shape", [(40, 33, 12), (9, 50, 8), (2, 40, 33, 31)])
 def test_gradients_of_batch_normalization_with_what_follows(shape: tuple[int, ...], activation: str, pool: ThreadPool) -> None:
-    x, dy, scale, bias = normal(*shape) * 2 + 5, normal(*shape), normal(shape[1]), normal(shape[1])
+    x, dy, scale, bias = normal(*shape) * 2 + 5, normal(*shape), 3 * normal(shape[1]), normal(shape[1])
     exact = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in (x, scale, bias)]
     y = torch.nn.functional.batch_norm(exact[0], None, None, exact[1], exact[2], training=True, eps=1e-3)
-    (torch.relu(y) if activation == "relu" else torch.clamp(y, -0.5, 1.25)).backward(torch.tensor(dy, dtype=torch.float64))
+    ACTIVATIONS[activation](y).backward(torch.tensor(dy, dtype=torch.float64))
     axes = tuple(k for k in range(x.ndim) if k != 1)
     wide = x.astype(np.float64)
     mean, inv_std = wide.mean(axes).astype(np.float32), (1 / np.sqrt(wide.var(axes) + 1e-3)).astype(np.float32)

@@ -57,13 +57,19 @@ def deep_mlp() -> onnx.ModelProto:
 
 
 class Cnn(nn.Module):
-    """Convolutions with BatchNorm, one pooling, Dropout."""
+    """Convolutions with BatchNorm, one pooling, Dropout.
+
+    No convolution in front of a norm has a bias: its gradient is nothing but rounding, which Adam turns into whole steps.
+    """
 
     def __init__(self, depth: int = 6, width: int = 8) -> None:
         super().__init__()
-        blocks = [m for _ in range(depth) for m in (nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))]
+        blocks: list[nn.Module] = []
+        for k in range(depth):
+            conv = nn.Conv2d(width, width, 3, padding=1, bias=k == depth - 1)
+            blocks += [nn.BatchNorm2d(width), nn.ReLU(), conv]
         self.layers = nn.Sequential(
-            nn.Conv2d(3, width, 3, padding=1),
+            nn.Conv2d(3, width, 3, padding=1, bias=False),
             *blocks,
             nn.MaxPool2d(2),
             nn.Flatten(),

@@ -1,4 +1,4 @@
-"""Norms over a batch, one channel at a time, and what follows them: a sum, bounds."""
+"""Norms over a batch, one channel at a time, and what follows them: a sum, an activation."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import onnx_ir as ir
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.common.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.common.jit import jit, specialized
+from graphc.backends.onnxruntime.kernels.common.jit import inlined, jit, specialized
 from graphc.backends.onnxruntime.kernels.convolutions.epilogues import between
+from graphc.backends.onnxruntime.vectors.functions import Vector, row_function
 from graphc.device import Array, Run
 from graphc.ir.facts import required, static_dims
 
@@ -42,11 +43,40 @@ def _has_positions(node: ir.Node) -> bool:
     return shape is not None and 0 not in shape and math.prod(shape[2:]) >= FEW
 
 
-def _bounds(k: Binding) -> tuple[np.float32, np.float32]:
-    """Between which the activation leaves results as they are."""
-    activation, given_ones = k.attributes["activation"], (k.attributes["alpha"], k.attributes["beta"])
-    low, high = {"": (-np.inf, np.inf), "relu": (0.0, np.inf)}.get(activation, given_ones)
-    return np.float32(low), np.float32(high)
+NONE, BETWEEN, LEAKY_RELU, HARD_SWISH, SILU = range(5)
+"""Activations as compiled code knows them; the second leaves what lies between two bounds as it is."""
+_CODES = {"": NONE, "leaky_relu": LEAKY_RELU, "hard_swish": HARD_SWISH, "silu": SILU}
+
+
+def _activation(k: Binding) -> tuple[int, np.float32, np.float32]:
+    """The code of the activation behind a norm, and its numbers: bounds, or the slope of a LeakyRelu."""
+    name = k.attributes["activation"]
+    low, high = (0.0, np.inf) if name == "relu" else (k.attributes["alpha"], k.attributes["beta"])
+    return _CODES.get(name, BETWEEN), np.float32(low), np.float32(high)
+
+
+def _silu_row(v: Vector) -> None:
+    x = v.load(0)
+    v.store(v.mul(x, v.sigmoid(x)), 0)
+
+
+def _silu_slope_row(v: Vector) -> None:
+    x, dy, dx = range(3)
+    value = v.load(x)
+    s = v.sigmoid(value)
+    v.store(v.mul(v.load(dy), v.fma(v.mul(value, s), v.rest(s), s)), dx)
+
+
+silu, silu_slope = row_function(1, _silu_row), row_function(3, _silu_slope_row)
+
+
+@inlined
+def hard_swish_slope(slope, value):
+    """The gradient of a HardSwish; NaN has that of its operand."""
+    three, zero = np.float32(3.0), np.float32(0.0)
+    bent = slope * (value * np.float32(1 / 3) + np.float32(0.5))
+    upper = bent if value <= three else slope
+    return zero if value < -three else upper
 
 
 @kernel("onnxruntime", "graphc::BatchNormalizationTraining")
@@ -58,29 +88,30 @@ def batch_normalization_training(k: Binding) -> Run:
         sums, lines = np.zeros(_columns(x).shape[1]), np.zeros((2, _columns(x).shape[1]), dtype=np.float32)
         operands = (_columns(x), scale, bias, epsilon, _columns(y), mean, var, inv_std, sums, lines)
         return k.pool.bind(_batch_normalization_columns, operands, x.shape[1], grain_of(x))
-    infinity, none = np.float32(np.inf), by_channel(x)[:0]
-    arguments = (by_channel(x), scale, bias, epsilon, none, -infinity, infinity, by_channel(y), mean, var, inv_std)
-    return k.pool.bind(_batch_normalization(0, 0), arguments, x.shape[1], grain_of(x))
+    zero, none = np.float32(0.0), by_channel(x)[:0]
+    arguments = (by_channel(x), scale, bias, epsilon, none, zero, zero, by_channel(y), mean, var, inv_std)
+    return k.pool.bind(_batch_normalization(NONE, 0), arguments, x.shape[1], grain_of(x))
 
 
 @kernel("onnxruntime", "graphc::FusedBatchNormalization", when=_has_positions)
 def fused_batch_normalization(k: Binding) -> Run:
-    """As :func:`batch_normalization_training`; y is added to and cut off before it is written."""
+    """As :func:`batch_normalization_training`; y is added to and activated before it is written."""
     (x, scale, bias), (y, mean, var, inv_std) = given(k.inputs, 3), given(k.outputs, 4)
     residual, epsilon = optional(k.inputs, 3), np.float32(k.attributes["epsilon"])
     others = by_channel(x)[:0] if residual is None else by_channel(residual)
-    arguments = (by_channel(x), scale, bias, epsilon, others, *_bounds(k), by_channel(y), mean, var, inv_std)
-    return k.pool.bind(_batch_normalization(1, int(residual is not None)), arguments, x.shape[1], grain_of(x))
+    code, *numbers = _activation(k)
+    arguments = (by_channel(x), scale, bias, epsilon, others, *numbers, by_channel(y), mean, var, inv_std)
+    return k.pool.bind(_batch_normalization(code, int(residual is not None)), arguments, x.shape[1], grain_of(x))
 
 
 @specialized
-def _batch_normalization(bounded: int, added: int) -> Callable[..., None]:
-    """Make the loop, with bounds or without, and with ``others`` that are added in front of them, or without."""
+def _batch_normalization(code: int, added: int) -> Callable[..., None]:
+    """Make the loop with an activation, and with ``others`` that are added in front of it, or without."""
 
     @jit
     def batch_normalization(x, scale, bias, epsilon, others, low, high, y, mean, var, inv_std, start, stop):
         samples, positions = x.shape[0], x.shape[2]
-        count = samples * positions
+        count, zero, one = samples * positions, np.float32(0.0), np.float32(1.0)
         for c in range(start, stop):
             total = 0.0
             for n in range(samples):
@@ -105,9 +136,15 @@ def _batch_normalization(bounded: int, added: int) -> Callable[..., None]:
                     value = x[n, c, i] * factor + shift
                     if added:
                         value += others[n, c, i]
-                    if bounded:
+                    if code == BETWEEN:
                         value = between(value, low, high)
+                    elif code == LEAKY_RELU:
+                        value = low * value if value < zero else value
+                    elif code == HARD_SWISH:
+                        value *= between(value * np.float32(1 / 6) + np.float32(0.5), zero, one)
                     y[n, c, i] = value
+                if code == SILU:
+                    silu(positions, (y[n, c].ctypes.data,))
 
     return batch_normalization
 
@@ -159,24 +196,25 @@ def batch_normalization_training_grad(k: Binding) -> Run:
         sums, lines = np.zeros((2, _columns(x).shape[1])), np.zeros((3, _columns(x).shape[1]), dtype=np.float32)
         operands = (_columns(dy), _columns(x), scale, mean, inv_std, _columns(dx), dscale, dbias, sums, lines)
         return k.pool.bind(_batch_normalization_columns_grad, operands, x.shape[1], grain_of(x))
-    infinity = np.float32(np.inf)
-    vectors = (scale, mean, mean, inv_std, -infinity, infinity)  # without bounds nothing reads a bias
+    zero = np.float32(0.0)
+    vectors = (scale, mean, mean, inv_std, zero, zero)  # without an activation nothing reads a bias
     arguments = (by_channel(dy), by_channel(x), *vectors, by_channel(dx), dscale, dbias)
-    return k.pool.bind(_batch_normalization_grad(0, 0), arguments, x.shape[1], grain_of(x))
+    return k.pool.bind(_batch_normalization_grad(NONE, 0), arguments, x.shape[1], grain_of(x))
 
 
 @kernel("onnxruntime", "graphc::FusedBatchNormalizationGrad", when=_has_positions)
 def fused_batch_normalization_grad(k: Binding) -> Run:
-    """As :func:`batch_normalization_training_grad`; what lies beyond the bounds, as x tells, has no slope."""
+    """As :func:`batch_normalization_training_grad`; dy is that of the activation, whose operand x tells."""
     (dy, x, scale, bias, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 6), given(k.outputs, 3)
-    loop = _batch_normalization_grad(1, int(bool(k.attributes["closed"])))
-    arguments = (by_channel(dy), by_channel(x), scale, bias, mean, inv_std, *_bounds(k), by_channel(dx), dscale, dbias)
+    code, *numbers = _activation(k)
+    loop = _batch_normalization_grad(code, int(code == BETWEEN and bool(k.attributes["closed"])))
+    arguments = (by_channel(dy), by_channel(x), scale, bias, mean, inv_std, *numbers, by_channel(dx), dscale, dbias)
     return k.pool.bind(loop, arguments, x.shape[1], grain_of(x))
 
 
 @specialized
-def _batch_normalization_grad(bounded: int, closed: int) -> Callable[..., None]:
-    """Make the loop, with bounds, which have a slope themselves where they are ``closed``, or without."""
+def _batch_normalization_grad(code: int, closed: int) -> Callable[..., None]:
+    """Make the loop with the gradient of an activation, of bounds that have a slope themselves where they are ``closed``."""
 
     @jit
     def batch_normalization_grad(dy, x, scale, bias, mean, inv_std, low, high, dx, dscale, dbias, start, stop):
@@ -188,13 +226,22 @@ def _batch_normalization_grad(bounded: int, closed: int) -> Callable[..., None]:
             offset = bias[c] - centre * factor
             slopes, products = 0.0, 0.0
             for n in range(samples):
+                if code == SILU:  # its gradient is kept in dx
+                    for i in range(positions):
+                        dx[n, c, i] = x[n, c, i] * factor + offset
+                    place = dx[n, c].ctypes.data
+                    silu_slope(positions, (place, dy[n, c].ctypes.data, place))
                 slope, product = np.float32(0.0), np.float32(0.0)
                 for i in range(positions):
-                    part = dy[n, c, i]
-                    if bounded:
-                        y = x[n, c, i] * factor + offset
+                    part = dx[n, c, i] if code == SILU else dy[n, c, i]
+                    y = x[n, c, i] * factor + offset
+                    if code == BETWEEN:
                         inside = (y >= low) & (y <= high) if closed else (y > low) & (y < high)
                         part = part if inside else zero
+                    elif code == LEAKY_RELU:
+                        part = part if y > zero else low * part
+                    elif code == HARD_SWISH:
+                        part = hard_swish_slope(part, y)
                     slope += part
                     product += part * (x[n, c, i] - centre)
                 slopes += slope
@@ -205,11 +252,15 @@ def _batch_normalization_grad(bounded: int, closed: int) -> Callable[..., None]:
             shift = np.float32(-factor * (slopes / count)) - bend * centre
             for n in range(samples):
                 for i in range(positions):
-                    part = dy[n, c, i]
-                    if bounded:
-                        y = x[n, c, i] * factor + offset
+                    part = dx[n, c, i] if code == SILU else dy[n, c, i]
+                    y = x[n, c, i] * factor + offset
+                    if code == BETWEEN:
                         inside = (y >= low) & (y <= high) if closed else (y > low) & (y < high)
                         part = part if inside else zero
+                    elif code == LEAKY_RELU:
+                        part = part if y > zero else low * part
+                    elif code == HARD_SWISH:
+                        part = hard_swish_slope(part, y)
                     dx[n, c, i] = part * factor + x[n, c, i] * bend + shift
 
     return batch_normalization_grad
