@@ -30,6 +30,12 @@ from graphc.pipeline import Context, graph_pass
 _TRAINING, _GRADIENT = ("graphc", "BatchNormalizationTraining"), ("graphc", "BatchNormalizationTrainingGrad")
 _AGAIN = ("graphc", "Recompute")
 
+_MOST_COMPARED = 64
+"""Pairs of values that are compared at most to find out whether two norms have the same operand."""
+
+_ROUNDING = 1e-6
+"""By how much a factor of 1/3 may differ."""
+
 
 @graph_pass("norm_epilogues", changes="form")
 def norm_epilogues(model: ir.Model, ctx: Context, *, fewest: int = 1) -> bool:
@@ -92,11 +98,10 @@ def _same(a: ir.Value | None, b: ir.Value | None, seen: dict[tuple[ir.Value, ir.
         alike = m is not None and n is not None and len(seen) < _MOST_COMPARED
         seen[a, b] = False
         if alike and _form(required(m)) == _form(required(n)) and required(m).outputs.index(a) == required(n).outputs.index(b):
-            seen[a, b] = all(_same(x, y, seen) for x, y in zip(required(m).inputs, required(n).inputs, strict=True))
+            # weights first: where they differ, nothing in front of them needs comparing
+            pairs = zip(reversed(required(m).inputs), reversed(required(n).inputs), strict=True)
+            seen[a, b] = all(_same(x, y, seen) for x, y in pairs)
     return seen[a, b]
-
-
-_MOST_COMPARED = 64
 
 
 def _form(node: ir.Node) -> tuple[Any, ...]:
@@ -159,9 +164,6 @@ def _slope_of_where(node: ir.Node, norm: ir.Node) -> Slope | None:
     if third is None or abs(third - 1 / 3) > _ROUNDING:
         return None
     return dz, {"activation": "hard_swish"}
-
-
-_ROUNDING = 1e-6
 
 
 def _slope_of_silu(node: ir.Node, norm: ir.Node) -> Slope | None:
