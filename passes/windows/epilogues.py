@@ -81,7 +81,7 @@ class _Chain:
             return self._takes_sum(node)
         if node.op_type == "BatchNormalization":
             return self._takes_norm(node)
-        found = _activation_of(node)
+        found = activation_of(node)
         if found is not None:
             self.activation = found
         return found is not None
@@ -133,7 +133,7 @@ class _Chain:
         return scale, op.Add(op.Mul(centred, scale), beta)
 
 
-def _activation_of(node: ir.Node) -> Mapping[str, Any] | None:
+def activation_of(node: ir.Node) -> Mapping[str, Any] | None:
     """Attributes of the activation that a node computes; None: it is none of them."""
     attributes = node.attributes
     match node.op_type:

@@ -23,8 +23,10 @@ import onnx_ir as ir
 from graphc.errors import counted
 from graphc.ir.builder import Builder
 from graphc.ir.facts import constant, input_of, is_zero, required, static_dims
+from graphc.ir.ops.norm_epilogues import SLOPES
 from graphc.passes.optimize.axis_order import only_user
 from graphc.passes.optimize.simplify import dead_code_elimination, replace
+from graphc.passes.windows.epilogues import activation_of
 from graphc.pipeline import Context, graph_pass
 
 _TRAINING, _GRADIENT = ("graphc", "BatchNormalizationTraining"), ("graphc", "BatchNormalizationTrainingGrad")
@@ -276,16 +278,7 @@ def _activation_of(node: ir.Node, y: ir.Value) -> Mapping[str, Any] | None:
     """Attributes of the activation of y that a node computes; None: of none that a norm takes."""
     if node.domain:
         return None
-    match node.op_type:
-        case "Relu":
-            return {"activation": "relu"}
-        case "HardSwish":
-            return {"activation": "hard_swish"}
-        case "LeakyRelu":
-            return {"activation": "leaky_relu", "alpha": node.attributes.get_float("alpha", 0.01)}
-        case "Mul":
-            return {"activation": "silu"} if _silu_of(y) is node else None
-        case "Clip":
-            low, high = (_number(value) for value in (*node.inputs, None, None)[1:3])
-            return None if low is None or high is None else {"activation": "clip", "alpha": low, "beta": high}
-    return None
+    if node.op_type == "Mul":
+        return {"activation": "silu"} if _silu_of(y) is node else None
+    found = activation_of(node)
+    return found if found is not None and found["activation"] in SLOPES else None

@@ -216,10 +216,23 @@ def fused_batch_normalization_grad(k: Binding) -> Run:
 def _batch_normalization_grad(code: int, closed: int) -> Callable[..., None]:
     """Make the loop with the gradient of an activation, of bounds that have a slope themselves where they are ``closed``."""
 
+    @inlined
+    def bent(slope, value, least, most):
+        """The slope in front of an activation that is no SiLU, from the one behind it and what it met."""
+        nothing = np.float32(0.0)
+        if code == BETWEEN:
+            inside = (value >= least) & (value <= most) if closed else (value > least) & (value < most)
+            return slope if inside else nothing
+        if code == LEAKY_RELU:
+            return slope if value > nothing else least * slope
+        if code == HARD_SWISH:
+            return hard_swish_slope(slope, value)
+        return slope
+
     @jit
     def batch_normalization_grad(dy, x, scale, bias, mean, inv_std, low, high, dx, dscale, dbias, start, stop):
         samples, positions = x.shape[0], x.shape[2]
-        count, zero = samples * positions, np.float32(0.0)
+        count = samples * positions
         for c in range(start, stop):
             centre, inverse = mean[c], inv_std[c]
             factor = scale[c] * inverse
@@ -234,14 +247,7 @@ def _batch_normalization_grad(code: int, closed: int) -> Callable[..., None]:
                 slope, product = np.float32(0.0), np.float32(0.0)
                 for i in range(positions):
                     part = dx[n, c, i] if code == SILU else dy[n, c, i]
-                    y = x[n, c, i] * factor + offset
-                    if code == BETWEEN:
-                        inside = (y >= low) & (y <= high) if closed else (y > low) & (y < high)
-                        part = part if inside else zero
-                    elif code == LEAKY_RELU:
-                        part = part if y > zero else low * part
-                    elif code == HARD_SWISH:
-                        part = hard_swish_slope(part, y)
+                    part = bent(part, x[n, c, i] * factor + offset, low, high)
                     slope += part
                     product += part * (x[n, c, i] - centre)
                 slopes += slope
@@ -253,14 +259,7 @@ def _batch_normalization_grad(code: int, closed: int) -> Callable[..., None]:
             for n in range(samples):
                 for i in range(positions):
                     part = dx[n, c, i] if code == SILU else dy[n, c, i]
-                    y = x[n, c, i] * factor + offset
-                    if code == BETWEEN:
-                        inside = (y >= low) & (y <= high) if closed else (y > low) & (y < high)
-                        part = part if inside else zero
-                    elif code == LEAKY_RELU:
-                        part = part if y > zero else low * part
-                    elif code == HARD_SWISH:
-                        part = hard_swish_slope(part, y)
+                    part = bent(part, x[n, c, i] * factor + offset, low, high)
                     dx[n, c, i] = part * factor + x[n, c, i] * bend + shift
 
     return batch_normalization_grad
