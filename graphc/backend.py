@@ -186,6 +186,12 @@ class Capabilities(Protocol):
         """Whether the backend computes the node in half precision; otherwise the plan computes it in float32."""
         return False
 
+    def inplace(self, node: ir.Node) -> Mapping[int, int]:
+        """Output index → index of an input that the native kernel of ``node`` may overwrite with it, if nothing reads that any
+        more: results then need no memory, nor a way to it, of their own.
+        """
+        return {}
+
 
 class StandardCapabilities(Capabilities):
     """The defaults."""
@@ -260,10 +266,6 @@ class Backend(Capabilities, Protocol):
             UnsupportedOpError: the backend has none for the node.
         """
         raise UnsupportedOpError(f"the {self.name} backend has no native kernel for {node.op_type}")
-
-    def inplace(self, node: ir.Node) -> Mapping[int, int]:
-        """Output index → input index that the native kernel of ``node`` may overwrite."""
-        return {}
 
     def note_writers(self, alone: Sequence[Array], others: Sequence[Array]) -> None:
         """Learn who writes the memory that the plans for all shapes share, before a plan is bound.

@@ -25,6 +25,12 @@ class Arena:
         self._expiring.setdefault(until, []).append((offset, needed))
         return offset
 
+    def keep(self, offset: int, step: int, until: int) -> None:
+        """Hold the range at ``offset``, which was to be free after ``step``, until after step ``until``."""
+        taken = next(taken for taken in self._expiring[step] if taken[0] == offset)
+        self._expiring[step].remove(taken)
+        self._expiring.setdefault(until, []).append(taken)
+
     def free_after(self, step: int) -> None:
         for offset, nbytes in self._expiring.pop(step, []):
             _release(self._free, offset, nbytes)

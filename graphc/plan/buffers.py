@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from graphc.backend import Capabilities
 from graphc.errors import ModelError
+from graphc.ir.declare import SHARD
 from graphc.ir.facts import dtype_of, input_of, required, shape_of
 from graphc.ir.ops.collectives import VARIADIC, collective_of
 from graphc.ir.updates import converts, on_its_way
@@ -42,12 +44,9 @@ def lay_out(
     groups: Sequence[UpdateGroup],
     views: Mapping[ir.Value, ir.Value],
     homes: Homes,
-    alignment: int,
+    capabilities: Capabilities,
 ) -> tuple[dict[ir.Value, Slice], dict[str, int]]:
     """Place every value that crosses steps; returns the size in bytes of each buffer, and fills in the steps' transfers.
-
-    Args:
-        alignment: of values in the arena, in bytes.
 
     Sharded state and gradients get no place: a rank may hold any part of one, or nothing.
     """
@@ -63,7 +62,7 @@ def lay_out(
     for view, source in views.items():
         if view in places:
             places[source] = replace(places[view], shape=shape_of(source))
-    _place_activations(graph, steps, views, places, buffers, blocks, Arena(alignment))
+    _place_activations(graph, steps, views, places, buffers, blocks, capabilities)
     for view, source in views.items():
         if source in places:
             places[view] = replace(places[source], shape=shape_of(view))
@@ -319,9 +318,10 @@ def _place_activations(
     places: dict[ir.Value, Slice],
     buffers: dict[str, int],
     blocks: _Blocks,
-    arena: Arena,
+    capabilities: Capabilities,
 ) -> None:
-    """Assign arena offsets by liveness: a value's range is freed after the last step that reads it or a view of it.
+    """Assign arena offsets by liveness: a value's range is freed after the last step that reads it or a view of it, or taken
+    over by a result that this step may write in its place.
 
     Results of the step, and of its check, are adjacent, so that one transfer brings them to the host.
     """
@@ -330,9 +330,11 @@ def _place_activations(
         for value in (*step.inputs, *(step.outputs if step.transfer is not None else ())):
             last_use[views.get(value, value)] = k
     kept = {views.get(value, value) for value in graph.outputs}
-    results = Arena()
+    arena, results = Arena(capabilities.alignment), Arena()
     crossing = _Crossing(steps, views)
+    alone: dict[ir.Value, int] = {}  # the values that have a range of the arena for themselves
     for k, step in enumerate(steps):
+        free = {root for v in step.inputs if (root := views.get(v, v)) in alone and last_use[root] == k}
         for value in step.outputs:
             if value in places or value.dtype is None:
                 continue
@@ -350,13 +352,39 @@ def _place_activations(
                     places[value] = apart
                     continue
                 place = Slice(RESULTS if result else ARENA, 0, shape_of(value), _dtype(value))
-                place.offset = (results if result else arena).take(place.nbytes, last_use.get(value, k))
+                operand = None if result else _replaceable(step, value, free, views, capabilities)
+                until = last_use.get(value, k)
+                if operand is not None:
+                    free.discard(operand)
+                    place.offset = alone[operand]
+                    arena.keep(place.offset, k, until)
+                else:
+                    place.offset = (results if result else arena).take(place.nbytes, until)
+                if not result:
+                    alone[value] = place.offset
                 places[value] = place
         arena.free_after(k)
     buffers[ARENA] = arena.size
     buffers.update(crossing.buffers)
     if results.size:
         buffers[RESULTS] = results.size
+
+
+def _replaceable(
+    step: PlanStep, value: ir.Value, free: Set[ir.Value], views: Mapping[ir.Value, ir.Value], capabilities: Capabilities
+) -> ir.Value | None:
+    """The one of ``free``, which nothing reads after this step, in whose place the step may write a result."""
+    if step.kind != "kernel" or not free:
+        return None
+    (node,) = step.nodes
+    if node.attributes.get_string(SHARD, ""):
+        return None  # a rank may hold any part of its operands
+    index = capabilities.inplace(node).get(node.outputs.index(value))
+    read = [views.get(v, v) if v is not None else None for v in node.inputs]
+    found = read[index] if index is not None and index < len(read) else None
+    if found not in free or found is None or read.count(found) > 1:
+        return None
+    return found if (found.dtype, _size(found)) == (value.dtype, _size(value)) else None
 
 
 class _Crossing:

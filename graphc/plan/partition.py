@@ -150,7 +150,7 @@ def make_plan(
     _connect(ready.graph, steps, views)
     refuse_unknown_sizes(steps)
     homes = find_homes(groups)
-    places, buffers = lay_out(ready.graph, steps, groups, views, homes, capabilities.alignment)
+    places, buffers = lay_out(ready.graph, steps, groups, views, homes, capabilities)
     edges = split.edges if split is not None else []
     return Plan(ready, steps, places, buffers, groups, views, mesh, rank, homes, stop, edges)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import onnx
+import onnx_ir as ir
 
 from graphc.backend import Backend
 from graphc.device import Run
@@ -81,10 +82,21 @@ class StepBinder:
             (node,) = step.nodes
             if node.attributes.get_string(SHARD, "") and self.places.plan.mesh.data > 1:
                 return self.updates.bind_over_parts(node)
-            inputs = [None if v is None else array(v) for v in node.inputs]
-            return backend.bind_kernel(node, inputs, [array(v) for v in node.outputs], {})
+            inputs, outputs = [None if v is None else array(v) for v in node.inputs], [array(v) for v in node.outputs]
+            return backend.bind_kernel(node, inputs, outputs, self._in_place(node))
         if step.kind == "update":
             return self.updates.bind(required(step.group))
         if step.kind == "accumulate":
             return bind_sums(step.nodes, self.places, backend, self.turn)
         return self.check.bind() if self.check is not None else None
+
+    def _in_place(self, node: ir.Node) -> dict[int, int]:
+        """Output index → index of the input in whose memory the plan has put that output."""
+        places = self.places.plan.places
+
+        def start(values: Sequence[ir.Value | None], index: int) -> tuple[str, int] | None:
+            place = places.get(value) if index < len(values) and (value := values[index]) is not None else None
+            return (place.buffer, place.offset) if place is not None else None
+
+        pairs = self.backend.inplace(node).items()
+        return {k: i for k, i in pairs if (place := start(node.outputs, k)) is not None and place == start(node.inputs, i)}

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.common.arrays import given, optional
 from graphc.backends.onnxruntime.kernels.common.jit import inlined, jit, specialized
+from graphc.backends.onnxruntime.kernels.common.scratch import scratchpad_of
 from graphc.backends.onnxruntime.kernels.convolutions.epilogues import between
 from graphc.backends.onnxruntime.vectors.functions import Vector, row_function
 from graphc.device import Array, Run
@@ -188,27 +189,30 @@ def _batch_normalization_columns(x, scale, bias, epsilon, y, mean, var, inv_std,
             out[i] = row[i] * factors[i] + centres[i]
 
 
-@kernel("onnxruntime", "graphc::BatchNormalizationTrainingGrad")
+@kernel("onnxruntime", "graphc::BatchNormalizationTrainingGrad", inplace={0: 0})
 def batch_normalization_training_grad(k: Binding) -> Run:
     """One channel at a time: both sums, then dx; of few positions, many channels at a time."""
     (dy, x, scale, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 5), given(k.outputs, 3)
+    same = int(0 in k.aliases)
     if by_channel(x).shape[2] < FEW:
         sums, lines = np.zeros((2, _columns(x).shape[1])), np.zeros((3, _columns(x).shape[1]), dtype=np.float32)
-        operands = (_columns(dy), _columns(x), scale, mean, inv_std, _columns(dx), dscale, dbias, sums, lines)
+        operands = (_columns(dy), _columns(x), scale, mean, inv_std, same, _columns(dx), dscale, dbias, sums, lines)
         return k.pool.bind(_batch_normalization_columns_grad, operands, x.shape[1], grain_of(x))
     zero = np.float32(0.0)
     vectors = (scale, mean, mean, inv_std, zero, zero)  # without an activation nothing reads a bias
-    arguments = (by_channel(dy), by_channel(x), *vectors, by_channel(dx), dscale, dbias)
+    arguments = (by_channel(dy), by_channel(x), *vectors, by_channel(x)[0], same, by_channel(dx), dscale, dbias)
     return k.pool.bind(_batch_normalization_grad(NONE, 0), arguments, x.shape[1], grain_of(x))
 
 
-@kernel("onnxruntime", "graphc::FusedBatchNormalizationGrad", when=_has_positions)
+@kernel("onnxruntime", "graphc::FusedBatchNormalizationGrad", when=_has_positions, inplace={0: 0})
 def fused_batch_normalization_grad(k: Binding) -> Run:
     """As :func:`batch_normalization_training_grad`; dy is that of the activation, whose operand x tells."""
     (dy, x, scale, bias, mean, inv_std), (dx, dscale, dbias) = given(k.inputs, 6), given(k.outputs, 3)
     code, *numbers = _activation(k)
     loop = _batch_normalization_grad(code, int(code == BETWEEN and bool(k.attributes["closed"])))
-    arguments = (by_channel(dy), by_channel(x), scale, bias, mean, inv_std, *numbers, by_channel(dx), dscale, dbias)
+    operands = scratchpad_of(k.pool).floats(by_channel(x).shape[1:])[0] if code == SILU else by_channel(x)[0]
+    vectors, same = (scale, bias, mean, inv_std, *numbers), int(0 in k.aliases)
+    arguments = (by_channel(dy), by_channel(x), *vectors, operands, same, by_channel(dx), dscale, dbias)
     return k.pool.bind(loop, arguments, x.shape[1], grain_of(x))
 
 
@@ -230,7 +234,7 @@ def _batch_normalization_grad(code: int, closed: int) -> Callable[..., None]:
         return slope
 
     @jit
-    def batch_normalization_grad(dy, x, scale, bias, mean, inv_std, low, high, dx, dscale, dbias, start, stop):
+    def batch_normalization_grad(dy, x, scale, bias, mean, inv_std, low, high, operands, same, dx, dscale, dbias, start, stop):
         samples, positions = x.shape[0], x.shape[2]
         count = samples * positions
         for c in range(start, stop):
@@ -241,9 +245,8 @@ def _batch_normalization_grad(code: int, closed: int) -> Callable[..., None]:
             for n in range(samples):
                 if code == SILU:  # its gradient is kept in dx
                     for i in range(positions):
-                        dx[n, c, i] = x[n, c, i] * factor + offset
-                    place = dx[n, c].ctypes.data
-                    silu_slope(positions, (place, dy[n, c].ctypes.data, place))
+                        operands[c, i] = x[n, c, i] * factor + offset
+                    silu_slope(positions, (operands[c].ctypes.data, dy[n, c].ctypes.data, dx[n, c].ctypes.data))
                 slope, product = np.float32(0.0), np.float32(0.0)
                 for i in range(positions):
                     part = dx[n, c, i] if code == SILU else dy[n, c, i]
@@ -257,16 +260,21 @@ def _batch_normalization_grad(code: int, closed: int) -> Callable[..., None]:
             bend = np.float32(-factor * inverse * inverse * (products / count))
             shift = np.float32(-factor * (slopes / count)) - bend * centre
             for n in range(samples):
+                if same or code == SILU:  # one array to the compiler, which makes vectors only of what cannot overlap
+                    given = dx[n, c]
+                    for i in range(positions):
+                        part = bent(given[i], x[n, c, i] * factor + offset, low, high)
+                        given[i] = part * factor + x[n, c, i] * bend + shift
+                    continue
                 for i in range(positions):
-                    part = dx[n, c, i] if code == SILU else dy[n, c, i]
-                    part = bent(part, x[n, c, i] * factor + offset, low, high)
+                    part = bent(dy[n, c, i], x[n, c, i] * factor + offset, low, high)
                     dx[n, c, i] = part * factor + x[n, c, i] * bend + shift
 
     return batch_normalization_grad
 
 
 @jit
-def _batch_normalization_columns_grad(dy, x, scale, mean, inv_std, dx, dscale, dbias, sums, lines, start, stop):
+def _batch_normalization_columns_grad(dy, x, scale, mean, inv_std, same, dx, dscale, dbias, sums, lines, start, stop):
     samples, positions = x.shape[0], x.shape[1] // scale.size
     count = samples * positions
     first, last = start * positions, stop * positions
@@ -298,5 +306,9 @@ def _batch_normalization_columns_grad(dy, x, scale, mean, inv_std, dx, dscale, d
         shifts[at : at + positions] = np.float32(-factor * (slopes_of_c / count)) - bend * mean[c]
     for n in range(samples):
         slopes, row, out = dy[n, first:last], x[n, first:last], dx[n, first:last]
+        if same:
+            for i in range(row.size):
+                out[i] = out[i] * factors[i] + row[i] * bends[i] + shifts[i]
+            continue
         for i in range(row.size):
             out[i] = slopes[i] * factors[i] + row[i] * bends[i] + shifts[i]
