@@ -12,7 +12,7 @@ import numpy as np
 
 from graphc.backend import Binding, kernel
 from graphc.backends.onnxruntime.kernels.common.arrays import given, optional
-from graphc.backends.onnxruntime.kernels.common.jit import exact, jit
+from graphc.backends.onnxruntime.kernels.common.jit import exact, inlined, jit
 from graphc.backends.onnxruntime.kernels.common.mathematics import exp, highest_of, log
 from graphc.device import Array, Run, in_order
 from graphc.errors import InternalError
@@ -70,7 +70,7 @@ def _label_arguments(
     )
 
 
-@kernel("onnxruntime", "graphc::SoftmaxCrossEntropy")
+@kernel("onnxruntime", "graphc::SoftmaxCrossEntropy", inplace={2: 0})
 def softmax_cross_entropy(k: Binding) -> Run:
     """Compute total, weight and the log-softmax."""
     (logits, label), (total, weight, log_prob) = given(k.inputs, 2), given(k.outputs, 3)
@@ -82,12 +82,12 @@ def softmax_cross_entropy(k: Binding) -> Run:
     parts = max(1, min(k.pool.threads, positions // grain))
     if planes is not None:
         parts = max(1, min(parts, _tiles(planes)))
-    sums = np.zeros((parts, 2), dtype=np.float64)
+    sums, same = np.zeros((parts, 2), dtype=np.float64), int(2 in k.aliases)
     if planes is not None:
         room: Array = np.zeros((parts, 3, _TILE), dtype=np.float32)
-        sweep = k.pool.bind(_softmax_cross_entropy_planes, (planes, *labels, target, sums, room), parts)
+        sweep = k.pool.bind(_softmax_cross_entropy_planes, (planes, *labels, same, target, sums, room), parts)
     else:
-        arguments = (scores, *labels, _by_position(log_prob, k.attributes["axis"]), sums)
+        arguments = (scores, *labels, same, _by_position(log_prob, k.attributes["axis"]), sums)
         sweep = k.pool.bind(_softmax_cross_entropy, arguments, parts)
 
     return in_order([sweep, k.pool.bind(_add_sums, (sums, total.reshape(1), weight.reshape(1)), 1)])
@@ -108,8 +108,14 @@ def _log_share(score, highest, log_mass):
     return (score - highest) - log_mass
 
 
+@inlined
+def _log_shares(row, target, highest, log_mass):
+    for c in range(target.size):
+        target[c] = _log_share(row[c], highest, log_mass)
+
+
 @jit
-def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, start, stop):
+def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smoothing, same, log_prob, sums, start, stop):
     behind, classes = scores.shape[1], scores.shape[2]
     positions, parts = scores.shape[0] * behind, sums.shape[0]
     for part in range(start, stop):
@@ -121,8 +127,10 @@ def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smooth
             for c in range(classes):
                 mass += exp(row[c] - highest)
             log_mass = np.float32(math.log(mass))
-            for c in range(classes):
-                target[c] = _log_share(row[c], highest, log_mass)
+            if same:  # one array to the compiler, which makes vectors only of what cannot overlap
+                _log_shares(target, target, highest, log_mass)
+            else:
+                _log_shares(row, target, highest, log_mass)
             wanted = label[position]
             if ignores and wanted == ignored:
                 continue
@@ -140,8 +148,16 @@ def _softmax_cross_entropy(scores, label, class_weight, ignores, ignored, smooth
         sums[part, 0], sums[part, 1] = loss, weight
 
 
+@inlined
+def _log_shares_of_class(row, target, highest, log_mass):
+    for p in range(target.size):
+        target[p] = _log_share(row[p], highest[p], log_mass[p])
+
+
 @jit
-def _softmax_cross_entropy_planes(scores, label, class_weight, ignores, ignored, smoothing, log_prob, sums, room, start, stop):
+def _softmax_cross_entropy_planes(
+    scores, label, class_weight, ignores, ignored, smoothing, same, log_prob, sums, room, start, stop
+):
     before, classes, behind = scores.shape
     tiles, parts = (behind + _TILE - 1) // _TILE, sums.shape[0]
     count = before * tiles
@@ -166,8 +182,10 @@ def _softmax_cross_entropy_planes(scores, label, class_weight, ignores, ignored,
                 mass[p] = log(mass[p])
             for c in range(classes):
                 row, target = scores[n, c, first : first + width], log_prob[n, c, first : first + width]
-                for p in range(width):
-                    target[p] = _log_share(row[p], highest[p], mass[p])
+                if same:
+                    _log_shares_of_class(target, target, highest, mass)
+                else:
+                    _log_shares_of_class(row, target, highest, mass)
                 if smoothing != 0.0:
                     share = class_weight[c] if class_weight.size else np.float32(1.0)
                     for p in range(width):
@@ -186,11 +204,11 @@ def _softmax_cross_entropy_planes(scores, label, class_weight, ignores, ignored,
         sums[part, 0], sums[part, 1] = loss, weight
 
 
-@kernel("onnxruntime", "graphc::SoftmaxCrossEntropyGrad")
+@kernel("onnxruntime", "graphc::SoftmaxCrossEntropyGrad", inplace={0: 1})
 def softmax_cross_entropy_grad(k: Binding) -> Run:
     """dlogits = dtotal · (softmax · Σ_c r_c - r)"""
     (dtotal, log_prob, label), (dlogits,) = given(k.inputs, 3), given(k.outputs, 1)
-    weights = optional(k.inputs, 3)
+    weights, same = optional(k.inputs, 3), int(0 in k.aliases)
     scores = _by_position(log_prob, k.attributes["axis"])
     positions, classes = scores.shape[0] * scores.shape[1], scores.shape[2]
     mean_weight: Array = np.ones(1, dtype=np.float32)
@@ -200,10 +218,10 @@ def softmax_cross_entropy_grad(k: Binding) -> Run:
     if planes is not None:
         parts = max(1, min(k.pool.threads, positions // grain, _tiles(planes)))
         room: Array = np.zeros((parts, 2, _TILE), dtype=np.float32)
-        planar = (dtotal.reshape(1), planes, *labels, mean_weight, target, room)
+        planar = (dtotal.reshape(1), planes, *labels, mean_weight, same, target, room)
         sweep = k.pool.bind(_softmax_cross_entropy_grad_planes, planar, parts)
     else:
-        arguments = (dtotal.reshape(1), scores, *labels, mean_weight, _by_position(dlogits, k.attributes["axis"]))
+        arguments = (dtotal.reshape(1), scores, *labels, mean_weight, same, _by_position(dlogits, k.attributes["axis"]))
         sweep = k.pool.bind(_softmax_cross_entropy_grad, arguments, positions, grain)
     if weights is None:
         return sweep
@@ -219,9 +237,15 @@ def _mean(weights, mean, start, stop):
     mean[0] = total / weights.size
 
 
+@inlined
+def _slopes(row, target, class_weight, scale, spread):
+    for c in range(target.size):
+        target[c] = exp(row[c]) * scale - spread * (class_weight[c] if class_weight.size else np.float32(1.0))
+
+
 @jit
 def _softmax_cross_entropy_grad(
-    dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, dlogits, start, stop
+    dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, same, dlogits, start, stop
 ):
     behind, classes = log_prob.shape[1], log_prob.shape[2]
     for position in range(start, stop):
@@ -238,15 +262,24 @@ def _softmax_cross_entropy_grad(
         hit = counts * dtotal[0] * (np.float32(1.0) - smoothing)
         scale = hit + smoothing * mean_weight[0] * dtotal[0]
         spread = smoothing / np.float32(classes) * dtotal[0]
-        for c in range(classes):
-            target[c] = exp(row[c]) * scale - spread * (class_weight[c] if class_weight.size else np.float32(1.0))
+        if same:
+            _slopes(target, target, class_weight, scale, spread)
+        else:
+            _slopes(row, target, class_weight, scale, spread)
         if inside:
             target[wanted] -= hit
 
 
+@inlined
+def _slopes_of_class(row, target, hit, shared, spread, counts):
+    for p in range(target.size):
+        dense = exp(row[p]) * (hit[p] + shared) - spread
+        target[p] = dense if counts[p] != np.float32(0.0) else np.float32(0.0)
+
+
 @jit
 def _softmax_cross_entropy_grad_planes(
-    dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, dlogits, room, start, stop
+    dtotal, log_prob, label, class_weight, ignores, ignored, smoothing, mean_weight, same, dlogits, room, start, stop
 ):
     before, classes, behind = log_prob.shape
     tiles, parts = (behind + _TILE - 1) // _TILE, room.shape[0]
@@ -270,9 +303,10 @@ def _softmax_cross_entropy_grad_planes(
                 spread = smoothing / np.float32(classes) * dtotal[0]
                 if class_weight.size:
                     spread *= class_weight[c]
-                for p in range(width):
-                    dense = exp(row[p]) * (hit[p] + shared) - spread
-                    target[p] = dense if counts[p] != np.float32(0.0) else np.float32(0.0)
+                if same:
+                    _slopes_of_class(target, target, hit, shared, spread, counts)
+                else:
+                    _slopes_of_class(row, target, hit, shared, spread, counts)
             for p in range(width):
                 wanted = labels[p]
                 if counts[p] != np.float32(0.0) and 0 <= wanted < classes:
