@@ -59,7 +59,15 @@ def _spread_products(op: Builder, graph: ir.Graph) -> None:
     for node in _nodes(graph, "MatMul"):
         a, b = (required(v) for v in node.inputs)
         rank, shape = len(shape_of(node.outputs[0])), shape_of(a)
-        if a.dtype != ir.DataType.FLOAT or not len(shape) == len(shape_of(b)) == rank >= 2 or 0 in (*shape, *shape_of(b)):
+        if a.dtype != ir.DataType.FLOAT or 0 in (*shape, *shape_of(b)):
+            continue
+        if 1 in (len(shape), len(shape_of(b))):  # an operand is a vector, not a matrix of one row or column
+            op.before, op.scope = node, node.name or node.op_type
+            is_row = len(shape) < len(shape_of(b))
+            products = op.Mul(op.Unsqueeze(a, [1]), b) if is_row else op.Mul(a, b)
+            replace_node(op, node, [op.ReduceSum(products, [-2 if is_row else -1], keepdims=0)])
+            continue
+        if not len(shape) == len(shape_of(b)) == rank:
             continue
         rows, depth, columns = *shape[-2:], shape_of(b)[-1]
         single = 1 in (rows, depth, columns)

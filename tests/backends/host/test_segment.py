@@ -454,6 +454,11 @@ def test_a_short_fourier_transform_is_products(length: int, parts: int, inverse:
         ((300, 50), (50, 1)),
         ((150, 1), (1, 90)),
         ((1, 150), (150, 90)),
+        ((150, 90), (90,)),
+        ((150,), (150, 90)),
+        ((150,), (150,)),
+        ((5, 40, 30), (30,)),
+        ((30,), (5, 30, 40)),
     ],
 )
 def test_products_of_vectors_and_many_small_ones_are_kernels(a: tuple[int, ...], b: tuple[int, ...], backend: Backend) -> None:
