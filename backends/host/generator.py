@@ -266,16 +266,24 @@ class HostGenerator(Generator):
         return name
 
     def _columns_lie_apart(self) -> bool:
-        """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not, in most of what is read."""
-        rows, _ = self.innermost("rows")
-        columns, _ = self.innermost("columns")
-        steps = dict.fromkeys(("rows", "columns"), 0)
+        """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not, in most of what is read.
+
+        What has one element for all neighbours costs nothing either way: of the distances of all pairs, Σₖ (x[i, k] − y[j, k])²
+        with rows i, j, the elements of x and y are neighbours along k, and rows j of y lie apart. A distance is for rows k and
+        columns j of its gradient Σⱼ (x[i, k] − y[j, k]) ÷ d[i, j] one number.
+        """
+        inner = {along: self.innermost(along)[0] for along in ("rows", "columns")}
+        beside, apart = dict.fromkeys(inner, 0), dict.fromkeys(inner, 0)
         for access in self._traffic:
             low, high = access.offset.bounds()
-            for name, variable in (("rows", rows), ("columns", columns)):
-                if any(term == variable and factor == 1 for term, factor in access.offset.terms):
-                    steps[name] += high - low + 1
-        return steps["rows"] > steps["columns"]
+            steps = dict(access.offset.terms)
+            for along, variable in inner.items():
+                step = steps.get(variable, 0) if variable is not None else 0
+                if step == 1:
+                    beside[along] += high - low + 1
+                elif step and access.inner:
+                    apart[along] += high - low + 1
+        return apart["rows"] < apart["columns"] or (apart["rows"] == apart["columns"] and beside["rows"] > beside["columns"])
 
     def _turned(self) -> str:
         """The loop whose rows read the same lines of the cache, if the kernel reads a matrix by columns; "" for other kernels.

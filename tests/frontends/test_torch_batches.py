@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 
 import graphc  # noqa: E402
+from graphc import frontends  # noqa: E402
 from graphc.errors import FeedError, ModelError  # noqa: E402
 from tests.tiers import params  # noqa: E402
 
@@ -128,6 +129,31 @@ def test_batches_of_any_size(name: str, example: int) -> None:
     np.testing.assert_allclose(have, wanted, rtol=1e-5)
 
 
+class Summed(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """Takes any number of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = torch.nn.Linear(8, 6)
+
+    def forward(self, first: Any, *more: Any) -> Any:
+        return self.encoder(sum(more, first))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_inputs_of_any_number(count: int) -> None:
+    """The exporter of axes of any size, which knows more ops than the older one behind it, takes a call without the rest."""
+    module, inputs = Summed(), [torch.randn(4, 8) for _ in range(count)]
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        model = frontends.export(module, tuple(inputs), exporter="dynamo")
+    program = graphc.compile(model, loss=graphc.losses.MSE(), optimizer=graphc.optim.SGD(lr=0.1))
+    more = [torch.randn(5, 8) for _ in range(count)]
+    names = [v.name for v in program.model.graph.inputs]
+    feeds = dict(zip(names, [*(x.numpy() for x in more), np.zeros((5, 6), np.float32)], strict=True))
+    with graphc.Trainer(program) as trainer:
+        assert trainer.step(feeds)["loss"] == pytest.approx(module(*more).pow(2).mean().item(), rel=1e-5)
+
+
 class Shuffled(torch.nn.Module):  # type: ignore[misc, name-defined]
     """The samples in another order, weighted by their places and by a number between 2 and 3."""
 
@@ -167,7 +193,7 @@ def test_a_batch_that_is_a_number_stays_one() -> None:
     torch.manual_seed(0)
     module = Pairs(sample_by_sample)
     with pytest.warns(UserWarning, match="Pairs trains with batches of 4 only, as in its example"):
-        model = graphc.frontends.export(module, (torch.randn(4, 8), torch.randn(4, 8)))
+        model = frontends.export(module, (torch.randn(4, 8), torch.randn(4, 8)))
     have, wanted = trained(module, model, 4)
     np.testing.assert_allclose(have, wanted, rtol=1e-5)
     with pytest.raises(FeedError, match="fixed at batches of 4"):

@@ -147,8 +147,8 @@ def shapes_of(module: torch.nn.Module, axes: Axes, size: Any = None, least: int 
     dims = {symbol: dim(symbol) for symbols in axes for symbol in symbols.values()}
     shapes: tuple[Any, ...] = tuple({axis: dims[symbol] for axis, symbol in symbols.items()} or None for symbols in axes)
     kinds = [p.kind for p in inspect.signature(module.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        first = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    first = kinds.index(inspect.Parameter.VAR_POSITIONAL) if inspect.Parameter.VAR_POSITIONAL in kinds else len(shapes)
+    if first < len(shapes):
         shapes = (*shapes[:first], shapes[first:])
     return shapes
 

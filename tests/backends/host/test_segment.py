@@ -17,6 +17,7 @@ from torch import nn
 
 import graphc
 from graphc.backend import BACKENDS, Backend, make_backend
+from graphc.backends.host.generator import HostGenerator
 from graphc.backends.host.language import LanguageError
 from graphc.backends.host.segment import compile_segment
 from graphc.backends.host.segment_code import KernelPart
@@ -154,6 +155,41 @@ def test_a_mask_over_rows_side_by_side_is_added_up_along_distant_columns(backend
         model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
     x = np.random.default_rng(0).standard_normal((70, 80)).astype(np.float32)
     np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], np.minimum(x, 0.5).sum(0), rtol=1e-5, atol=1e-5)
+
+
+DISTANCES = {
+    "columns": "a = Sub(x, y) b = Mul(a, a) c = ReduceSum<keepdims = 0>(b, last) z = Sub(c, s)",
+    "rows": "t = Unsqueeze(s, last) a = Sub(x, y) b = Mul(a, t) z = ReduceSum<keepdims = 0>(b, middle)",
+}
+"""Between all rows of x and y, less s; the differences, weighted by s."""
+
+
+@pytest.mark.parametrize("along", DISTANCES)
+def test_vectors_go_along_what_neighbours_share(along: str, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns of x and y lie side by side, however much else is read once a row, or is one number for many rows."""
+    forms: list[str] = []
+    plain = HostGenerator.kernels
+
+    def kernels(generator: HostGenerator) -> Any:
+        found = plain(generator)
+        forms.extend("rows" if loops.vector > 1 else "columns" for _, loops in found)
+        return found
+
+    monkeypatch.setattr(HostGenerator, "kernels", kernels)
+    rng = np.random.default_rng(0)
+    x, y, s = (rng.standard_normal(shape).astype(np.float32) for shape in ((200, 1, 40), (1, 300, 40), (200, 300)))
+    apart = x.astype(np.float64) - y
+    wanted = (apart**2).sum(2) - s if along == "columns" else (apart * s[..., None]).sum(1)
+    sizes = ",".join(map(str, wanted.shape))
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 20]> g (float[200,1,40] x, float[1,300,40] y, float[200,300] s)'
+        f" => (float[{sizes}] z) {{ {DISTANCES[along]} }}"
+    )
+    for axis, name in ((2, "last"), (1, "middle")):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([axis]), name))
+    z = results_of(model, {"x": x, "y": y, "s": s}, backend)["z"]
+    np.testing.assert_allclose(z, wanted, rtol=1e-5, atol=2e-6 * np.abs(wanted).max())
+    assert forms == [along]
 
 
 @pytest.mark.parametrize("neighbours", [1, 2, 3, 4, 7, 8, 9, 12, 15, 17])
