@@ -187,8 +187,10 @@ class Capabilities(Protocol):
         return False
 
     def inplace(self, node: ir.Node) -> Mapping[int, int]:
-        """Output index → index of an input that the native kernel of ``node`` may overwrite with it, if nothing reads that any
-        more: results then need no memory, nor a way to it, of their own.
+        """Output index → index of the input in whose memory the native kernel of ``node`` may write that output.
+
+        A plan uses it where no later step reads the input. The kernel finds the pairs that share memory in its
+        :class:`Binding`.
         """
         return {}
 

@@ -101,7 +101,7 @@ def power(a: Sequence[str], node: ir.Node, dtype: ir.DataType) -> str:
         -1.5: f"({one} / {x} / {root})",
         -2.0: f"({one} / ({x} * {x}))",
     }
-    if power in short:  # some twenty times as fast; the last bit may differ, and the roots of -inf do: NaN, as in PyTorch
+    if power in short:  # pow is a logarithm and an exponential in float64; the root of -inf is NaN, not what C's pow has
         return short[power]
     return f"{_f('pow', dtype)}({a[0]}, ({compute_type(dtype)}){a[1]})"
 

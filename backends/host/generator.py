@@ -268,9 +268,10 @@ class HostGenerator(Generator):
     def _columns_lie_apart(self) -> bool:
         """Whether neighbouring rows are neighbours in memory, and neighbouring columns are not, in most of what is read.
 
-        What has one element for all neighbours costs nothing either way: of the distances of all pairs, Σₖ (x[i, k] − y[j, k])²
-        with rows i, j, the elements of x and y are neighbours along k, and rows j of y lie apart. A distance is for rows k and
-        columns j of its gradient Σⱼ (x[i, k] − y[j, k]) ÷ d[i, j] one number.
+        A vector along the rows, or along the columns, gathers an array whose elements lie apart that way. The way that gathers
+        less wins; an array with one element for the whole vector is not gathered. Distances of all pairs,
+        Σₖ (x[i, k] − y[j, k])² with rows i, j, gather y along the rows and nothing along the columns. Their gradient
+        Σⱼ (x[i, k] − y[j, k]) ÷ d[i, j] with rows i, k gathers y along the columns and nothing along the rows.
         """
         inner = {along: self.innermost(along)[0] for along in ("rows", "columns")}
         beside, apart = dict.fromkeys(inner, 0), dict.fromkeys(inner, 0)

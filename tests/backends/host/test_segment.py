@@ -117,7 +117,7 @@ def test_powers_follow_float64_and_have_the_values_that_c_prescribes(backend: Ba
 
 @pytest.mark.parametrize("power", [4.0, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, -0.5, -1.0, -1.5, -2.0])
 def test_known_powers_follow_float64(power: float, backend: Backend) -> None:
-    """Without those of negative zero and infinity, where PyTorch, too, has what their roots and quotients are."""
+    """Of negative zero and infinity they are what roots and quotients of these are: of -inf often NaN, where C has a number."""
     x = np.concatenate([np.geomspace(1e-9, 1e9, 300), -np.geomspace(1e-9, 1e9, 300), [0, np.inf, np.nan]]).astype(np.float32)
     model = text("y = Pow(x, e)", str(x.size))
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(power), "e"))
