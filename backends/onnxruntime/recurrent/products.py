@@ -113,7 +113,7 @@ def _multiply_wide_rows(a, lda, b, depth, c, ldc, rows):
         x, y, left = x + height * lda, y + height * ldc, left - height
 
 
-TILED_ROWS, TILED_COLUMNS = 16, 2 * SIDE
+TILED_ROWS, TILED_COLUMNS = 16, SIDE
 """Rows and columns of a product on tiles."""
 
 FEWEST_TILED = 12
@@ -168,4 +168,4 @@ def product_on_tiles(a, lda, b, columns, depth, c, ldc, rows, scratch):
                     numbers[r, j] = source[j] if j < source.size else np.float32(0)
             split_rows(extra, 4 * SIDE, to, PACKED, 1024, count)
         for n in range(0, columns, TILED_COLUMNS):
-            row_product(scratch, b + n // SIDE * strip, strip, steps, c + first * ldc + n * 4, ldc)
+            row_product(scratch, b + n // SIDE * strip, steps, c + first * ldc + n * 4, ldc)

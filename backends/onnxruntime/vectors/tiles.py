@@ -49,15 +49,15 @@ def tile_product(kind: str) -> Any:
     left operand of a step is 32 rows from :data:`split_rows`, the right one 16 pairs from :data:`split_pairs`. Both are
     ``"packed"``, STEP_BYTES for each step, the two tiles of a part side by side; or left ones are ``"pixels"``, rows of
     PIXEL_BYTES; or right ones are ``"pairs"`` of twice as many. The table says where these lie behind a or b, in bytes, for
-    each step and for one more. Reads two steps behind what is packed.
+    each step.
     """
     return Deferred(_INTRINSICS, "tile_product", kind)
 
 
 row_product = Deferred(_INTRINSICS, "row_product")
-"""``f(a, b, strip, steps, c, c_row)`` for compiled code: c = a·b for 16 rows and 64 columns, ``c_row`` bytes from row to row.
+"""``f(a, b, steps, c, c_row)`` for compiled code: c = a·b for 16 rows and 32 columns, ``c_row`` bytes from row to row.
 
-A step's left operand are three parts of 16 rows, 1024 bytes each. Its right one is ``"packed"``, twice, ``strip`` bytes apart.
+A step's left operand are three parts of 16 rows, 1024 bytes each. Its right one is ``"packed"``.
 """
 
 

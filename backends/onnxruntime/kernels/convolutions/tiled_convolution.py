@@ -42,7 +42,7 @@ from graphc.ir.ops.convolution import Window
 ROOM, NEAR = 1 << 24, 1 << 20
 """Bytes of split images that are held at a time, and of split weights that a thread uses for one row of results."""
 
-PAST = 2 * STEP_BYTES + SIDE * PIXEL_BYTES
+PAST = SIDE * PIXEL_BYTES
 """Bytes behind split images that products read."""
 
 STEP_TIME, WRITE_TIME, SUM_TIME, IMAGE_TIME, SLOPE_TIME, WEIGHT_TIME = 149, 1100, 700, 0.5, 0.5, 0.6
@@ -197,7 +197,7 @@ def convolve(
     chunks = shape.chunks()
     scratch.reserve(weights + max(count for _, count in chunks) * shape.plane * deep + PAST)
     offsets = [square * shape.plane + tap for square in range(deep) for tap in shape.taps]
-    table, failed = np.array([*offsets, 0], dtype=np.int64), np.zeros(1, dtype=np.int64)
+    table, failed = np.array(offsets, dtype=np.int64), np.zeros(1, dtype=np.int64)
     row = np.empty((0,), dtype=np.float32) if bias is None else bias
     sizes = shape.sizes(weights, deep, wide, near, 0)
     taken = counters(pool, len(chunks), -(-wide // near))
@@ -229,7 +229,7 @@ def weight_gradient(pool: Pool, x: Array, w: Array, y: Array, window: Window, ot
         for i in range(shape.height)
         for s in range(shape.strips)
     ]
-    table, failed = np.array([*offsets, 0], dtype=np.int64), np.zeros(1, dtype=np.int64)
+    table, failed = np.array(offsets, dtype=np.int64), np.zeros(1, dtype=np.int64)
     shifts = np.array(shape.taps, dtype=np.int64)
     taken, runs = counters(pool, len(chunks)), []
     for k, (first, count) in enumerate(chunks):

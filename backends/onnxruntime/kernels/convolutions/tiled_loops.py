@@ -159,7 +159,7 @@ def _join(group, x, row, sample, y, rows):
 def convolve_rows(bias, y, sizes, table, first, count, taken, failed, cell, start, stop):
     """Compute rows of results that no thread has taken yet."""
     group, _, columns, _, _, _, image, _, height, width, strips, before, _, wide, near, _ = sizes
-    steps = table.size - 1
+    steps = table.size
     samples, outs = y.shape[0], y.shape[1]
     line, image_bytes = y.strides[1], y.strides[0]
     result, turned, begin = result_square(), other_square(), beginning()

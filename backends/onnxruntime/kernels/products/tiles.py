@@ -115,7 +115,7 @@ def product_on_tiles(
     )
     strip = each * piece // SIDE * STEP_BYTES
     held = -(-min(stays, BLOCK) // SIDE) * strip
-    room = held + chunk // SIDE * strip + 2 * STEP_BYTES
+    room = held + chunk // SIDE * strip
     scratch = scratchpad_of(pool)
     scratch.reserve(pool.threads * room)
     places = [x for m in (a, b, c) for x in (m.ctypes.data, *m.strides)]
