@@ -60,6 +60,7 @@ CUPY = {
     **NUMPY,
     "test_attention_4d_causal_fp16": _HALF,
     "test_attention_4d_gqa_with_past_and_present_fp16_expanded": _HALF,
+    "test_cast(like)?_FLOAT(16)?_to_U?INT[24](_expanded)?": _NARROW,
     "test_dft(_axis)?|test_dft_inverse(_opset19)?": _NOISE,
     "test_training_dropout(_default)?(_mask)?": _RANDOM,
 }
