@@ -62,10 +62,10 @@ def _product(a: _Operand, b: _Operand, half: int) -> str:
     """16 of the 32 columns: a step after another, each of six products of the operands' parts, the smallest first.
 
     The loop writes five of the eight tiles: two of results, two of a's rows and one of b's columns. All eight, with results of
-    32 columns and fewer loads, take 3 % less time as long as nobody else uses the core, but where another system runs on its
-    other hardware thread, loads wait for tiles as soon as seven or more are written: nanoseconds of a step of 32 columns, alone
-    and beside a neighbour, with eight 187 and 690, with six 196 and 480, with **five 192 and 405**, with three 245 and 340.
-    Each load follows the last product that reads what its tile holds.
+    32 columns and fewer loads, take 3 % less time as long as nobody else uses the core. But while another system runs on its
+    other hardware thread, loads take the longer the more tiles a loop writes: nanoseconds of a step of 32 columns in one run,
+    alone and beside a neighbour, are 187 and 690 with eight tiles, 196 and 480 with six, and **192 and 405** with five. In
+    another run three took 250 and 340 where five took 192 and 372. Each load follows the last product that reads its tile.
     """
     lines = ["movq $11, %rdx", "movq $11, %r11", "shlq $$4, %r11", "addq $10, %r11"]
     lines += [f"tileloadd {64 * half}({start},%rdx,1), %tmm{row}" for row, start in enumerate(("$10", "%r11"))]
